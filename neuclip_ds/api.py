@@ -59,7 +59,9 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
     if isinstance(recipe, Config):
         if overrides:
             names = ", ".join(overrides)
-            raise TypeError(f"A Config is complete: set {names} in it, or pass the name of a recipe instead.")
+            raise TypeError(
+                f"A Config already contains all options: set {names} in it, or pass a recipe's name instead."
+            )
         config = recipe
     else:
         config = recipe_config(recipe, overrides)
@@ -200,11 +202,17 @@ class Model:
         if isinstance(image, Tensor):
             shape = (3, self._size, self._size)
             if image.dtype != torch.uint8 or image.shape != shape:
-                raise ValueError(f"An image is {image.dtype} {tuple(image.shape)}, but must be torch.uint8 {shape}.")
+                raise ValueError(
+                    f"An image is a tensor of dtype {image.dtype} and shape {tuple(image.shape)}, but must have dtype "
+                    f"torch.uint8 and shape {shape}."
+                )
             return image
         if isinstance(image, np.ndarray):
             if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
-                raise ValueError(f"An image is {image.dtype} {image.shape}, but must be uint8 (H, W, 3).")
+                raise ValueError(
+                    f"An image is an array of dtype {image.dtype} and shape {image.shape}, but must have dtype uint8 "
+                    "and shape (H, W, 3)."
+                )
             image = Image.fromarray(image)
         if isinstance(image, Image.Image):
             return self._transform.resize(image.convert("RGB"))

@@ -73,7 +73,7 @@ class RunConfig(Section):
     wandb: str | None = None
     """Weights & Biases project to log metrics to, as PROJECT or ENTITY/PROJECT; needs the wandb package."""
     normalizer_anchors: int = Field(0, ge=0)
-    """Number of training samples on which each evaluation measures the error of the estimated normalizers; 0 disables
+    """Number of training samples on which each evaluation measures the error of the estimated normalizers; 0 skips
     this measurement."""
     plugins: list[str] = Field([])
     """Modules that register losses, imported before the config is read: names of modules, or paths of .py files.
@@ -524,7 +524,8 @@ class RecoveryConfig(Section):
     def _gamma_has_a_start(self) -> RecoveryConfig:
         if self.reuse and not self.epochs and "statistics" in self.restore:
             raise ValueError(
-                "gamma continues after the epochs of the recovery that reuse names; set recovery.epochs to their number"
+                "reuse restores u, and gamma then continues after the epochs of that recovery; set recovery.epochs to "
+                "the number of epochs in the reused run"
             )
         return self
 

@@ -281,5 +281,5 @@ def best_effort(path: Path) -> Iterator[Path]:
         if is_power_of_two:
             reason = error.strerror or error
             log.warning(
-                "%s could not be written (failure %d): %s. The program continues without it", path, count, reason
+                "%s could not be written (failure %d): %s. The program continues without this file", path, count, reason
             )

@@ -77,7 +77,7 @@ def test_the_model_encodes_images_and_texts(run: neuclip_ds.Run, tmp_path: Path)
     assert images.shape == (3, 16) and texts.shape == (2, 16)
     assert torch.allclose(torch.cat([images, texts]).norm(dim=1), torch.ones(5), atol=1e-5)
     torch.testing.assert_close(run.model("cpu").encode_texts("a red cat"), texts[:1])
-    with pytest.raises(ValueError, match=r"must be torch.uint8 \(3, 16, 16\)"):
+    with pytest.raises(ValueError, match=r"must have dtype torch.uint8 and shape \(3, 16, 16\)"):
         model.encode_images(pixels.float())
 
 
@@ -110,7 +110,7 @@ def test_images_are_read_from_files_and_bytes(run: neuclip_ds.Run, tmp_path: Pat
     assert all(torch.equal(features, forms[0]) for features in forms)
     for one in (path, str(path), path.read_bytes(), picture, np.asarray(picture), np.asarray(picture)[None]):
         torch.testing.assert_close(model.encode_images(one), forms[:1])
-    with pytest.raises(ValueError, match=r"must be uint8 \(H, W, 3\)"):
+    with pytest.raises(ValueError, match=r"must have dtype uint8 and shape \(H, W, 3\)"):
         model.encode_images(np.zeros((30, 40, 3)))
 
 

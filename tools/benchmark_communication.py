@@ -151,11 +151,13 @@ def _error_of_bf16(features: RandomFeatures, tau: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="ranks on this machine (2)")
-    parser.add_argument("--rows", type=int, default=640, help="pairs per rank (640)")
-    parser.add_argument("--dim", type=int, default=512, help="feature width (512)")
-    parser.add_argument("--tower-ms", type=float, default=50, help="milliseconds that the image tower takes (50)")
-    parser.add_argument("--repeats", type=int, default=30, help="interleaved repetitions (30)")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks on this machine (default: 2)")
+    parser.add_argument("--rows", type=int, default=640, help="pairs per rank (default: 640)")
+    parser.add_argument("--dim", type=int, default=512, help="feature width (default: 512)")
+    parser.add_argument(
+        "--tower-ms", type=float, default=50, help="milliseconds that the image tower takes (default: 50)"
+    )
+    parser.add_argument("--repeats", type=int, default=30, help="interleaved repetitions (default: 30)")
     arguments = parser.parse_args()
     ranks = on_ranks(arguments.ranks, measure, arguments)
     sizes = f"{arguments.ranks} ranks, {arguments.rows} pairs per rank, d = {arguments.dim}"

@@ -219,7 +219,7 @@ def print_rates(contenders: Sequence[Callable[[Setting], float]], ours: str, set
     turns = [[in_new_process(one, setting) for one in contenders] for _ in range(setting.repeats)]
     rates = [statistics.median(column) for column in zip(*turns, strict=True)]
     by_name = dict(zip((one.__name__ for one in contenders), rates, strict=True))
-    print(f"\nRaw bytes, one process\n\n| contender | samples/s | ratio of {ours} |\n|---|---|---|")
+    print(f"\nRaw bytes, one process\n\n| contender | samples/s | {ours} / this row |\n|---|---|---|")
     for name, rate in by_name.items():
         print(f"| {name} | {rate:,.0f} | {by_name[ours] / rate:.2f} |")
 
@@ -228,9 +228,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shards", nargs="?", default="", help="shards of JPEG and txt pairs, read only by --parts raw")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--epochs", type=int, default=2, help="passes over the shards per measurement (2)")
-    parser.add_argument("--repeats", type=int, default=3, help="interleaved repetitions (3)")
-    parser.add_argument("--rows", type=int, default=BILLION, help="samples in the store (1e9: 8 GB of memory and disk)")
+    parser.add_argument("--epochs", type=int, default=2, help="passes over the shards per measurement (default: 2)")
+    parser.add_argument("--repeats", type=int, default=3, help="interleaved repetitions (default: 3)")
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=BILLION,
+        help="samples in the store (default: 1e9, which take 8 GB of memory and disk)",
+    )
     setting = parser.parse_args(namespace=Setting())
     with exit_on_mistake():
         run(setting)

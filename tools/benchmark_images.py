@@ -350,11 +350,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("/data/flickr8k/train"), help="images for mosaics")
     parser.add_argument(
-        "--samples", type=int, default=2048, help="number of photographs and of samples per measurement (2048)"
+        "--samples", type=int, default=2048, help="number of photographs and of samples per measurement (default: 2048)"
     )
-    parser.add_argument("--batch", type=int, default=64, help="samples per batch (64)")
-    parser.add_argument("--workers", type=int, default=1, help="loader processes (1)")
-    parser.add_argument("--repeats", type=int, default=3, help="interleaved repetitions (3)")
+    parser.add_argument("--batch", type=int, default=64, help="samples per batch (default: 64)")
+    parser.add_argument("--workers", type=int, default=1, help="loader processes (default: 1)")
+    parser.add_argument("--repeats", type=int, default=3, help="interleaved repetitions (default: 3)")
     with exit_on_mistake():
         run(parser.parse_args(namespace=Setting()))
 
@@ -389,7 +389,7 @@ def print_rates(setting: Setting) -> None:
         for name, contender in CONTENDERS.items():
             samples_per_second = in_new_process(rate, contender, setting)
             rates[name].append(samples_per_second / max(1, setting.workers))
-    print("| loader | samples/s per worker | lowest to highest | ours / it |\n|---|---|---|---|")
+    print("| loader | samples/s per worker | lowest to highest | ours / this row |\n|---|---|---|---|")
     for name, theirs in rates.items():
         ratio = statistics.median(our_rate / rate for our_rate, rate in zip(rates["ours"], theirs, strict=True))
         print(f"| {name} | {statistics.median(theirs):,.0f} | {min(theirs):,.0f} - {max(theirs):,.0f} | {ratio:.2f} |")

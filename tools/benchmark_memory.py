@@ -123,7 +123,11 @@ def main() -> None:
     parser.add_argument("--checkpointing", nargs="+", choices=["on", "off"], default=["off"])
     parser.add_argument("--method", default="fastclip_v3")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--tflops", type=float, help="peak TFLOP/s of the GPU in this precision, to print the share")
+    parser.add_argument(
+        "--tflops",
+        type=float,
+        help="peak TFLOP/s of the GPU in this precision, to print the share that the steps reach",
+    )
     parser.add_argument("--parts", action="store_true", help="also print the components of the estimate")
     options = parser.parse_args()
     # freed blocks return to the system at once, so that resident memory counts only live blocks

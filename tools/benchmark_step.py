@@ -207,11 +207,13 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """Return the options of a command line; `overrides` are the config options among them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["speed"])
-    parser.add_argument("--recipe", default="demo", help="recipe of the model and optimizer (demo)")
-    parser.add_argument("--data", nargs="+", default=["demo:train"], help="shards, or `random` (demo:train)")
-    parser.add_argument("--methods", nargs="+", default=["openclip", "neuclip"], help="our methods (openclip neuclip)")
+    parser.add_argument("--recipe", default="demo", help="recipe of the model and optimizer (default: demo)")
+    parser.add_argument("--data", nargs="+", default=["demo:train"], help="shards, or `random` (default: demo:train)")
+    parser.add_argument(
+        "--methods", nargs="+", default=["openclip", "neuclip"], help="our methods (default: openclip neuclip)"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rows", type=int, nargs="+", default=[64], help="pairs per rank (64)")
+    parser.add_argument("--rows", type=int, nargs="+", default=[64], help="pairs per rank (default: 64)")
     parser.add_argument(
         "--variants",
         nargs="+",
@@ -220,34 +222,53 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         help="configs of our programs, as described above (by default `default`, the recipe as it is)",
     )
     parser.add_argument(
-        "--peers", nargs="*", choices=PEER_NAMES, default=["ddp", "open_clip"], help="other programs (ddp open_clip)"
+        "--peers",
+        nargs="*",
+        choices=PEER_NAMES,
+        default=["ddp", "open_clip"],
+        help="other programs (default: ddp open_clip)",
     )
-    parser.add_argument("--peer-flags", action="append", help="options for one more run of open_clip (none)")
+    parser.add_argument("--peer-flags", action="append", help="options for one more run of open_clip (default: none)")
     parser.add_argument("--open-clip-main", type=Path, help="checkout of open_clip's main branch, to run as well")
-    parser.add_argument("--open-clip-main-flags", action="append", help="options for one run of the main branch (none)")
     parser.add_argument(
-        "--caption-tokens", default=FULL, help="tokens of random captions: full, a mean, or a file (full)"
+        "--open-clip-main-flags", action="append", help="options for one run of the main branch (default: none)"
     )
     parser.add_argument(
-        "--time-limit", type=float, default=math.inf, help="time limit of the part `speed`, in seconds (none)"
+        "--caption-tokens", default=FULL, help="tokens of random captions: full, a mean, or a file (default: full)"
     )
-    parser.add_argument("--steps", type=int, default=20, help="timed steps (20)")
-    parser.add_argument("--warmup", type=int, default=10, help="untimed first steps; more if NeuCLIP needs them (10)")
-    parser.add_argument("--log-every", type=int, default=5, help="steps between TensorBoard points (5)")
-    parser.add_argument("--repeats", type=int, default=2, help="interleaved repetitions (2)")
-    parser.add_argument("--workers", type=int, default=1, help="loader processes per rank (1)")
-    parser.add_argument("--threads", type=int, help="threads per rank (cores / ranks)")
+    parser.add_argument(
+        "--time-limit", type=float, default=math.inf, help="time limit of the part `speed`, in seconds (default: none)"
+    )
+    parser.add_argument("--steps", type=int, default=20, help="timed steps (default: 20)")
+    parser.add_argument(
+        "--warmup", type=int, default=10, help="untimed first steps; more if NeuCLIP needs them (default: 10)"
+    )
+    parser.add_argument("--log-every", type=int, default=5, help="steps between TensorBoard points (default: 5)")
+    parser.add_argument("--repeats", type=int, default=2, help="interleaved repetitions (default: 2)")
+    parser.add_argument("--workers", type=int, default=1, help="loader processes per rank (default: 1)")
+    parser.add_argument("--threads", type=int, help="threads per rank (default: cores / ranks)")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="in bf16, the peers use autocast")
     parser.add_argument(
-        "--zero", type=int, choices=range(4), default=1, help="ZeRO stage of our programs; peers use DDP (1)"
+        "--zero", type=int, choices=range(4), default=1, help="ZeRO stage of our programs; peers use DDP (default: 1)"
     )
-    parser.add_argument("--share-model", default="models/vitb16", help="recipe for the part `shares` (models/vitb16)")
-    parser.add_argument("--share-rows", type=int, default=16, help="pairs per real step of the part `shares` (16)")
-    parser.add_argument("--share-steps", type=int, default=2, help="real steps of `shares` after the first (2)")
     parser.add_argument(
-        "--paper-batch", type=int, default=_PAPER_BATCH, help=f"the paper's batch size, for `shares` ({_PAPER_BATCH})"
+        "--share-model", default="models/vitb16", help="recipe for the part `shares` (default: models/vitb16)"
     )
-    parser.add_argument("--paper-ranks", type=int, help=f"ranks for that batch ({_PAPER_RANKS}, or the number of GPUs)")
+    parser.add_argument(
+        "--share-rows", type=int, default=16, help="pairs per real step of the part `shares` (default: 16)"
+    )
+    parser.add_argument(
+        "--share-steps", type=int, default=2, help="real steps of `shares` after the first (default: 2)"
+    )
+    parser.add_argument(
+        "--paper-batch",
+        type=int,
+        default=_PAPER_BATCH,
+        help=f"the paper's batch size, for `shares` (default: {_PAPER_BATCH})",
+    )
+    parser.add_argument(
+        "--paper-ranks", type=int, help=f"ranks for --paper-batch (default: {_PAPER_RANKS}, or the number of GPUs)"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark_step"), help="folder for all outputs")
     arguments, overrides = parser.parse_known_args(argv)
     arguments.overrides = overrides

@@ -48,7 +48,7 @@ from neuclip_ds.errors import UserError
 
 COLUMNS = (
     ("samples_per_second", "samples/s", ",.0f"),
-    ("ours_over_it", "ours / it", ".2f"),
+    ("ours_over_it", "ours / this row", ".2f"),
     ("first_batch_seconds", "first batch, s", ".2f"),
     ("resumed_seconds", "resumed, s", ".2f"),
     ("megabytes_before_first_batch", "MB before the first batch", ".1f"),
@@ -324,14 +324,16 @@ def line(storage: Storage, name: str, figures: Mapping[str, float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", help="shards of JPEG and txt pairs: a tar, a folder or a pattern")
-    parser.add_argument("--batch", type=int, default=128, help="samples per batch (128)")
-    parser.add_argument("--workers", type=int, default=2, help="loader processes (2)")
-    parser.add_argument("--prefetch", type=int, default=4, help="batches that each process prepares ahead (4)")
-    parser.add_argument("--image-size", type=int, default=224, help="side of the square crop (224)")
+    parser.add_argument("--batch", type=int, default=128, help="samples per batch (default: 128)")
+    parser.add_argument("--workers", type=int, default=2, help="loader processes (default: 2)")
+    parser.add_argument("--prefetch", type=int, default=4, help="batches that each process prepares ahead (default: 4)")
+    parser.add_argument("--image-size", type=int, default=224, help="side of the square crop (default: 224)")
     parser.add_argument("--decoder", choices=("pil", "simplejpeg"), default="pil")
-    parser.add_argument("--latency-ms", type=float, default=50, help="S3 server's latency per request (50)")
-    parser.add_argument("--bandwidth-mb", type=float, default=20, help="S3 server's MB/s; 0: no limit (20)")
-    parser.add_argument("--repeats", type=int, default=3, help="interleaved repetitions (3)")
+    parser.add_argument(
+        "--latency-ms", type=float, default=50, help="S3 server's latency per request, in ms (default: 50)"
+    )
+    parser.add_argument("--bandwidth-mb", type=float, default=20, help="S3 server's MB/s; 0 for no limit (default: 20)")
+    parser.add_argument("--repeats", type=int, default=3, help="interleaved repetitions (default: 3)")
     parser.add_argument("--out", type=Path, help="JSON file for the options and results")
     setting = parser.parse_args(namespace=Setting())
     with exit_on_mistake():

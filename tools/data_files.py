@@ -94,7 +94,7 @@ class DataFile:
         """Return the only row with these values; raise `LookupError` if there is none, or more than one."""
         matching = [row for row in self.rows if all(row[key] == value for key, value in values.items())]
         if len(matching) != 1:
-            raise LookupError(f"{self.origin.name} has {len(matching)} rows with {values}.")
+            raise LookupError(f"{self.origin.name} contains {len(matching)} rows with {values}.")
         return matching[0]
 
 

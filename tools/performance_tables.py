@@ -45,7 +45,9 @@ def whole_step() -> str:
             peer = cpu.row(input=source, ranks=ranks, program="open_clip")
             now = packed.row(input=source, ranks=ranks)["ratio to plain DDP"]
             speed = f"{float(ours['samples/s']):.0f}"
-            rows.append([badge("CPU"), title, ranks, speed, ddp["neuclip_ds / it"], peer["neuclip_ds / it"], now])
+            rows.append(
+                [badge("CPU"), title, ranks, speed, ddp["neuclip_ds / this row"], peer["neuclip_ds / this row"], now]
+            )
     speeds: dict[str, list[float]] = {}
     for row in gpu.rows:
         if row["part"] == "speed":
@@ -149,7 +151,14 @@ def loaders() -> str:
     storages = {"disk": "cold disk", "S3": "S3"}
     rows: list[list[str]] = []
     for row in file.rows:
-        cells = [f"{int(row['samples/s']):,}", row["ours / it"], row["first batch, s"], row["resumed, s"], "-", "-"]
+        cells = [
+            f"{int(row['samples/s']):,}",
+            row["ours / this row"],
+            row["first batch, s"],
+            row["resumed, s"],
+            "-",
+            "-",
+        ]
         if row["storage"] == "S3" and row["contender"] != "MosaicML streaming":
             now = start.row(contender=row["contender"])
             cells[4:] = [now["first batch, s"], now["resumed, s"]]
@@ -298,7 +307,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
             "loader": "loader",
             "samples/s per worker": "samples/s per worker",
             "lowest to highest": "lowest to highest",
-            "ours / it": "our speed / this",
+            "ours / this row": "our speed / this",
         },
     ),
     "photograph_cpu_time": whole_file("photograph_cpu_time"),

@@ -76,7 +76,9 @@ def main() -> None:
     )
     parser.add_argument("--arms", nargs="+", help="arms of the stages to run (default: all)")
     parser.add_argument("--batch", nargs="+", type=int, help="batch sizes of the stages to run (default: all)")
-    parser.add_argument("--processes", type=int, default=2, help="runs that execute at the same time, each on one core")
+    parser.add_argument(
+        "--processes", type=int, default=2, help="number of runs that execute at the same time, each on one core"
+    )
     parser.add_argument("--tables", type=Path, help="print the tables of a results.jsonl instead of running")
     parser.add_argument("--figures", type=Path, help="folder for figures of the first of --stages")
     with exit_on_mistake():
@@ -89,7 +91,7 @@ def main() -> None:
         print(tables(known))
         if options.figures is not None:
             if not options.stages:
-                raise UserError("--figures draws a stage: pass it as the first of --stages.")
+                raise UserError("--figures draws a stage: pass this stage as the first of --stages.")
             from study.figures import draw  # needs matplotlib, which runs do not
 
             print("drawn:", *draw(known, options.stages[0], options.figures))
@@ -341,7 +343,9 @@ def is_known(job: Job, known: Mapping[str, Any]) -> bool:
     if job.name not in known:
         return False
     if Run(**known[job.name]["run"]) != job.run:
-        raise UserError(f"results.jsonl has a run {job.name} with other settings; remove its line to repeat the run.")
+        raise UserError(
+            f"results.jsonl contains a run {job.name} with other settings; remove its line to repeat the run."
+        )
     return True
 
 

@@ -44,8 +44,8 @@ def soup(models: Sequence[ModelWeights]) -> ModelWeights:
         start = model.source.config.pretrained
         if not start:
             raise UserError(
-                f"{model.name} started from random weights (model.pretrained is empty), and the mean of such models is "
-                "not a trained model. Choose runs that were fine-tuned from the same checkpoint."
+                f"{model.name} started from random weights (model.pretrained is empty), and averaging such models "
+                "destroys what they learned. Choose runs that were fine-tuned from the same checkpoint."
             )
         is_same = Path(start).name == Path(first_start).name
         if first_hash is not None and model.start_hash is not None:  # unknown for runs of earlier versions

@@ -49,6 +49,16 @@ log = logging.getLogger(__name__)
 Fingerprint = Mapping[str, Any]
 """Settings that a resumed run must share with the run that wrote the checkpoint."""
 
+_OPTIONS = {  # option of each setting that has a different name in checkpoints
+    "batch_size": "data.batch_size",
+    "shard_streams": "data.shard_streams",
+    "shuffle_block_size": "data.shuffle_block_size",
+    "decoder": "data.decoder",
+    "drop_last": "data.drop_last",
+    "seed": "run.seed",
+    "method": "objective.method",
+    "optimizer": "optimizer.name",
+}
 _PARTIAL = ".partial-"  # prefix of a folder that is being written or deleted
 
 
@@ -68,12 +78,12 @@ def read_best(folder: Path) -> Best | None:
     path = folder / "best.json"
     if not path.is_file():
         return None
-    fix = "Delete it: the next evaluation writes it again"
+    fix = "Delete this file: the next evaluation writes it again"
     fields = read_sealed(path, fix)
     best = Best(fields.get("step", 0), fields.get("metric", ""), fields.get("value", 0.0))
     types = [type(value) for value in best]
     if fields.keys() != set(Best._fields) or types not in ([int, str, float], [int, str, int]):
-        raise DamagedCheckpoint(f"{path} is damaged (it does not have the expected fields). {fix}.")
+        raise DamagedCheckpoint(f"{path} is damaged (its fields are not the expected ones). {fix}.")
     return best
 
 
@@ -107,7 +117,7 @@ def set_aside(path: Path) -> None:
         renamed = path.with_name(f"damaged-{path.name}")
         _delete(renamed)
         path.rename(renamed)
-        log.warning("%s was renamed to %s; delete it when you no longer need it", path, renamed.name)
+        log.warning("%s was renamed to %s; delete this folder when you no longer need it", path, renamed.name)
 
 
 class Checkpoints:
@@ -155,8 +165,8 @@ class Checkpoints:
                 log.warning("%s is not used: %s", name, problem)
         if problem is not None:
             raise UserError(
-                f"No checkpoint in {self._folder} can be read. The oldest one: {problem} Restore one, or start a new "
-                "run under a new --run.name."
+                f"No checkpoint in {self._folder} can be read. The problem of the oldest one: {problem} Restore a "
+                "checkpoint from a copy, or start a new run under a new --run.name."
             )
         return None
 
@@ -221,9 +231,10 @@ class Checkpoints:
         for key, value in fingerprint.items():
             saved_value = meta["facts"].get(key)
             if saved_value != value:
+                option = _OPTIONS.get(key, key)
                 raise UserError(
-                    f"The checkpoint {path} was written with {key}={saved_value}, but this run uses {key}={value}: "
-                    f"set {key} back, or give the run a different name (--run.name)."
+                    f"The checkpoint {path} was written with {option}={saved_value}, but this run uses "
+                    f"{option}={value}: use the checkpoint's {option}, or give the run a different name (--run.name)."
                 )
         return int(meta["step"]), meta["data"]
 
@@ -257,7 +268,7 @@ class Checkpoints:
                 free = shutil.disk_usage(self._folder).free
                 if free < needed:
                     raise SaveFailed(
-                        f"{partial} needs {needed / 1e9:.3g} GB, but its disk has {free / 1e9:.3g} GB left."
+                        f"{partial} needs {needed / 1e9:.3g} GB, but only {free / 1e9:.3g} GB are free on its disk."
                     )
                 for name in (f"{STATE}/files", *self._extra_files):
                     (partial / name).parent.mkdir(parents=True, exist_ok=True)

@@ -90,7 +90,8 @@ def _require_equal_weights(files: StateFiles, engine: Engine) -> None:
         if not torch.equal(saved, placement.within(placement.master).cpu()):
             raise UserError(
                 f"{files.folder} was recovered with weights that differ from those that this run starts from "
-                f"({placement.name}): set model.pretrained and the precision to those of the recovery."
+                f"({placement.name}): set model.pretrained, run.seed and the precision (deepspeed) to the values of "
+                "the run that recovered it."
             )
 
 
@@ -151,8 +152,9 @@ def _open(folder: Path, engine: Engine) -> StateFiles:
     for name in sorted(saved_shapes.keys() | model_shapes.keys()):
         if saved_shapes.get(name) != model_shapes.get(name):
             raise UserError(
-                f"{files.folder} has {_described(name, saved_shapes)}, but this run's model has "
-                f"{_described(name, model_shapes)}: set model.* back, or give the run a new name (--run.name)."
+                f"{files.folder} contains {_described(name, saved_shapes)}, but this run's model contains "
+                f"{_described(name, model_shapes)}: use the model options (model.*) of the run that wrote the folder, "
+                "or give the run a new name (--run.name)."
             )
     return files
 
@@ -175,8 +177,8 @@ def _load_buffers(files: StateFiles, module: nn.Module) -> None:
     missing = sorted(buffers.keys() - saved.keys())
     if missing:
         raise UserError(
-            f"{files.folder} lacks the buffers {missing} of this run's model: set model.* back, or give the run "
-            "a new name (--run.name)."
+            f"{files.folder} lacks the buffers {missing} of this run's model: use the model options (model.*) of the "
+            "run that wrote the folder, or give the run a new name (--run.name)."
         )
     for name, buffer in buffers.items():
         buffer.copy_(saved[name])

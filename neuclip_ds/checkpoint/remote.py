@@ -96,7 +96,7 @@ class RemoteRun:
         """
         for file in files:
             if not (folder / file).resolve().is_relative_to(folder.resolve()):
-                raise ValueError(f"{file} would be outside the checkpoint")
+                raise ValueError(f"the path {file} leads out of the checkpoint's folder")
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
         self._fs.get([f"{self._checkpoints}/{name}/{file}" for file in files], [str(folder / file) for file in files])
 

@@ -86,7 +86,7 @@ def open_model(name: str, communicator: Communicator, average: bool = False) -> 
             checkpoint=checkpoint,
         )
     if average:
-        raise UserError(f"{name} is not a run of this project, and has no average of its weights: omit --ema.")
+        raise UserError(f"{name} is not a run of neuclip_ds, so it contains no average of the weights: omit --ema.")
     config = ModelConfig(pretrained=name)
     source = model_source(config, locate_on_rank_zero(config, communicator))
     tokenizer = source.tokenizer(_no_tokenizer)
@@ -194,8 +194,8 @@ def read_start(checkpoint: Path, communicator: Communicator) -> ModelWeights:
     name = run.config.model.pretrained
     if not name:
         raise UserError(
-            f"{checkpoint} cannot be blended: its run started from random weights (model.pretrained is empty), which "
-            "a blend would bring back. Omit --blend."
+            f"{checkpoint} cannot be blended: its run started from random weights (model.pretrained is empty), not "
+            "from a trained model. Omit --blend."
         )
     config = run.config.model.model_copy(update={"lora": LoraConfig()})
     # load the start at the run's image size and context length; these options had no effect in earlier versions
@@ -204,7 +204,10 @@ def read_start(checkpoint: Path, communicator: Communicator) -> ModelWeights:
         source = initial_source(config, communicator)
         model, logits = source.load(run.tokenizer)
     except UserError as error:
-        raise UserError(f"The model that {checkpoint} started from cannot be opened: restore it. {error}") from error
+        raise UserError(
+            f"The model that {checkpoint} started from cannot be opened: restore it, or omit --blend. The problem: "
+            f"{error}"
+        ) from error
     expected_hash = read_start_hash(checkpoint / MODEL)
     difference = None
     if not _are_close(logits, run.initial_logits):
@@ -214,7 +217,7 @@ def read_start(checkpoint: Path, communicator: Communicator) -> ModelWeights:
     if difference is not None:
         raise UserError(
             f"model.pretrained={name} differs from the model that {checkpoint} started from in its {difference}, so it "
-            "has been replaced: restore the original one."
+            "has been replaced: restore the original model, or omit --blend."
         )
     return ModelWeights(
         name=name,

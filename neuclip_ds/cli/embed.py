@@ -73,11 +73,13 @@ def main(arguments: Sequence[str]) -> None:
         help="for hf: number of tokens to which captions are truncated (default: the largest that the encoder's "
         "configs allow)",
     )
-    parser.add_argument("--image-size", type=int, metavar="PIXELS", help="for timm: side length of the images")
+    parser.add_argument(
+        "--image-size", type=int, metavar="PIXELS", help="for timm: side length of the images, in pixels"
+    )
     parser.add_argument(
         "--dtype", choices=("float16", "float32"), default="float16", help="dtype of the features on disk"
     )
-    parser.add_argument("--batch-size", type=int, default=256, help="rows that each rank encodes at once")
+    parser.add_argument("--batch-size", type=int, default=256, help="images or captions that each rank encodes at once")
     parser.add_argument("--workers", type=int, default=4, help="loader processes per rank; 0 loads in the main process")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="dtype of the towers")
     parser.add_argument("--captions", nargs="+", default=["txt"], help="sources of captions, as in data.captions")
@@ -112,7 +114,7 @@ def check_options(options: argparse.Namespace) -> None:
     if is_dual:
         check_model("MODEL", options.model)
     if not is_dual and options.ema:
-        raise UserError(f"{options.model} is not a run, and has no average of its weights: omit --ema.")
+        raise UserError(f"{options.model} is not a run, so it contains no average of the weights: omit --ema.")
     if not is_dual and options.output == "joint":
         raise UserError(f"{options.model} has no joint space of images and texts: omit --output.")
     if encodes_images and options.pooling:

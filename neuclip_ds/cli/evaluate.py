@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--tasks", nargs="+", default=[], help="names, keys or patterns of tasks (default: all found)")
     parser.add_argument("--out", type=Path, help="folder for results (default: RUN/evaluation/STEP)")
-    parser.add_argument("--batch-size", type=int, default=256, help="rows that each rank encodes at once")
+    parser.add_argument("--batch-size", type=int, default=256, help="images or captions that each rank encodes at once")
     parser.add_argument("--workers", type=int, default=4, help="loader processes per rank; 0 loads in the main process")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="dtype of the towers")
     parser.add_argument("--best", action="store_true", help="score a run's best checkpoint (run.best_metric)")
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--target", metavar="TASK", help=target_help)
     options = parser.parse(arguments)
     if options.target is not None and options.blend is None:
-        raise UserError("--target has no effect without --blend.")
+        raise UserError("--target has no effect without --blend: add --blend, or omit --target.")
     check_model("MODEL", options.model)
     options.names = {}
     for number, text in enumerate(options.data):
@@ -147,7 +147,7 @@ def _results_folder(out: Path | None, name: str, checkpoint: Path | None) -> Pat
     if out is not None:
         return out
     if checkpoint is None:
-        raise UserError(f"{name} is not a run of this project: set --out to a folder for its scores.")
+        raise UserError(f"{name} is not a run of neuclip_ds: set --out to a folder for its scores.")
     return checkpoint.parent.parent / "evaluation" / Path(name).name
 
 
@@ -266,7 +266,7 @@ def _score_model(
             keys.append(task.key)
             size = None if task.size is None else sum(1 for _ in open_shards(path).samples())
             if size != task.size:
-                log.warning("%s: %s has %d samples, but the published set has %d", task.name, path, size, task.size)
+                log.warning("%s: %s contains %d samples, the published set %d", task.name, path, size, task.size)
         return keys
 
     unscored = communicator.on_rank_zero(find_unscored)
@@ -333,7 +333,7 @@ def score_blends(options: argparse.Namespace, communicator: Communicator) -> str
     saved = open_model(_name_of_model(options, communicator), communicator, options.ema)
     if saved.checkpoint is None or saved.config is None:
         raise UserError(
-            f"{saved.name} is not a run of this project, and has no initial weights to blend with: omit --blend."
+            f"{saved.name} is not a run of neuclip_ds, so it has no initial weights to blend with: omit --blend."
         )
     folder = _results_folder(options.out, saved.name, saved.checkpoint)
     data = _open_tasks(options, saved.config, folder, communicator)
@@ -400,7 +400,10 @@ def _with_target(
             return data, task
     target = Task.own(_VALIDATION, "retrieval")
     if any(task.key == target.key for task, _ in data.tasks):
-        raise UserError(f"A set in --data has the name of the run's validation pairs, {_VALIDATION}: rename the set.")
+        raise UserError(
+            f"A set in --data is called {_VALIDATION}, like the run's validation pairs: pass the set as NAME=PATH with "
+            "another NAME."
+        )
     manifest = _open_validation(config, checkpoint, communicator)
     path = Path(validation or "held out of data.train")
     tasks = [(target, path), *data.tasks]
@@ -416,7 +419,7 @@ def _open_validation(config: Config, checkpoint: Path, communicator: Communicato
     data = config.data
     run = checkpoint.parent.parent
     if data.val == "":
-        raise UserError(f"{run} has no validation pairs: set --target to one of the tasks in --data.")
+        raise UserError(f"{run} was trained without validation pairs: set --target to one of the tasks in --data.")
     if isinstance(data.val, str):
         return open_data(data.val, data, communicator, run)
     held_out = dict(communicator.on_rank_zero(lambda: read_meta(checkpoint))["data"]["held_out"])

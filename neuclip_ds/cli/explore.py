@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from neuclip_ds.cli.early_checks import check_model, check_path
 from neuclip_ds.cli.program import Parser, progress_bar
 from neuclip_ds.data.shards import is_local
-from neuclip_ds.errors import Interrupted, UserError, explained, install_command
+from neuclip_ds.errors import Interrupted, UserError, counted, explained, install_command
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from neuclip_ds.data.loader import LoaderOptions
@@ -92,8 +92,8 @@ def check_options(options: argparse.Namespace) -> None:
             raise UserError(f"--features={folder} is remote: copy the folder to this machine.")
     if options.features is not None and len(options.features) != len(options.models):
         raise UserError(
-            f"--features lists {len(options.features)} folders for {len(options.models)} models: pass one for each "
-            "model, in the same order."
+            f"--features lists {counted(len(options.features), 'folder')} for {counted(len(options.models), 'model')}: "
+            "pass one for each model, in the same order."
         )
     if options.features is not None and options.captions is not None:
         raise UserError(

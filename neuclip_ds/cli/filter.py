@@ -57,12 +57,12 @@ def main(arguments: Sequence[str]) -> None:
     print(f"{options.out}: {kept}; the smallest {options.column} is {selected.minimum:.6g}.")
     if options.near_duplicates is not None:
         candidates = selected.kept + selected.refined
-        print(f"{selected.refined:,} near-duplicates of {candidates:,} samples were dropped; {list_path} lists them.")
+        print(f"Of {candidates:,} samples, {selected.refined:,} near-duplicates were dropped; {list_path} lists them.")
         if selected.refined > _MANY_NEAR * candidates:
             print(
-                f"warning: that is {selected.refined / candidates:.0%} of them. A model that has barely trained gives "
-                "nearly all images similar features: look at some of the listed pairs, raise --near-duplicates, or "
-                "embed with a better model."
+                f"warning: {selected.refined / candidates:.0%} of the samples were dropped as near-duplicates. A model "
+                "that has barely trained gives nearly all images similar features: look at some of the listed pairs, "
+                "raise --near-duplicates, or embed with a better model."
             )
     if selected.without_value or selected.without_uid:
         print(f"Omitted: {selected.without_value:,} samples without a value, {selected.without_uid:,} without a uid.")

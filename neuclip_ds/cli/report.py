@@ -24,9 +24,9 @@ def main(arguments: Sequence[str]) -> None:
     for run in options.runs:
         check_path("RUN", str(run))
         if not (run / "config.yaml").is_file():
-            raise UserError(f"{run} has no config.yaml; pass the folder of a run.")
+            raise UserError(f"{run} contains no config.yaml; pass the folder of a run.")
     if len(options.runs) == 1 and options.out is not None:
-        raise UserError("--out is for several runs; the report of one run is RUN/report.html: omit --out.")
+        raise UserError("--out is for several runs; the report of a single run is always RUN/report.html: omit --out.")
     from neuclip_ds.files import explain_disk
     from neuclip_ds.reporting.report import write_comparison, write_report  # imports torch, which takes seconds
 

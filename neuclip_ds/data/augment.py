@@ -79,7 +79,7 @@ def _policy(name: str, image_size: int, mean: Channels) -> Augment:
         "img_mean": tuple(min(255, round(255 * channel)) for channel in mean),
         "interpolation": Image.Resampling.BICUBIC,
     }
-    fix = "use one of timm's, such as rand-m9-mstd0.5-inc1, augmix-m3-w3, original or v0"
+    fix = "use a policy of timm, such as rand-m9-mstd0.5-inc1, augmix-m3-w3, original or v0"
     with explained(f"timm does not support data.augment.auto_augment={name}", fix):
         if name.startswith("rand"):
             return auto_augment.rand_augment_transform(name, parameters)

@@ -11,7 +11,7 @@ from typing import Any
 
 from neuclip_ds.data.dataset import PADDING, BadSample, Batch
 from neuclip_ds.data.loader import RankBatch
-from neuclip_ds.errors import UserError, redact
+from neuclip_ds.errors import UserError, counted, redact
 from neuclip_ds.files import append_lines, best_effort, records
 
 log = logging.getLogger(__name__)
@@ -99,8 +99,8 @@ class BadSampleLog:
             cause, count = self.causes.most_common(1)[0]
             raise UserError(
                 f"{self.bad} of {self.seen} samples cannot be used, more than "
-                f"data.max_bad_fraction={self._max_fraction} allows (most often, {count} times: {cause}); "
-                f"fix the shards listed in {self.path} or raise the limit."
+                f"data.max_bad_fraction={self._max_fraction} allows (the most frequent cause, {counted(count, 'time')}"
+                f": {cause}); fix the shards listed in {self.path} or raise the limit."
             )
         if problem := next((problem for _, _, problem in new_of_ranks if problem is not None), None):
             raise UserError(problem)

@@ -93,7 +93,7 @@ def open_manifest(
             missing = [name for name in members if name not in manifest.samples.members]
             if missing:
                 raise UserError(
-                    f"The manifest {source} has no offsets of {', '.join(missing)} members; build it again with "
+                    f"The manifest {source} does not list {', '.join(missing)} members; build it again with "
                     f"--captions {' '.join(options.captions)}."
                 )
     else:
@@ -161,7 +161,7 @@ def write_manifest(
         on_progress: called with (shards done, total shards); shards scanned by an interrupted build count as done.
     """
     if is_manifest(folder):
-        raise UserError(f"{folder} holds a manifest; delete the folder, or choose a different one.")
+        raise UserError(f"{folder} already contains a manifest; delete the folder, or choose a different one.")
     if options.side_files:
         if options.has_tables:
             raise UserError("Uids and checksums are read from the shards; omit --from-side-files, or omit --uids.")

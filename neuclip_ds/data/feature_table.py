@@ -19,7 +19,7 @@ from neuclip_ds.data.feature_parts import EMBEDDING, FORMAT, PART_BYTES, Feature
 from neuclip_ds.data.fetch import FetchError, open_remote
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.shards import is_local
-from neuclip_ds.errors import UserError, explained
+from neuclip_ds.errors import UserError, counted, explained
 
 _OPEN_PARTS = 256  # maximum number of local parts that a reader keeps mapped
 _NAMED_SHARDS = 3  # missing shards that a message names
@@ -274,7 +274,7 @@ class FeatureTable:
         with file:
             status = os.fstat(file.fileno())
             file_bytes = status.st_size
-            problem = f"it has {file_bytes} bytes, but had {expected_bytes} when the run started"
+            problem = f"it is {file_bytes} bytes long, but was {expected_bytes} bytes long when the run started"
             if file_bytes == expected_bytes:
                 with explained(f"{path} cannot be used", f"{_AGAIN} with a new --out"):
                     part = map_part(file)
@@ -289,7 +289,10 @@ class FeatureTable:
         if part.job != self.job:
             return f"it was not written by the job that {EMBEDDING} describes ({EMBEDDING} may have been edited)"
         if part.shard != shard or part.samples != listed.n:
-            return f"it is for shard {part.shard} with {part.samples} samples, not for shard {shard} with {listed.n}"
+            return (
+                f"it belongs to shard {part.shard} with {counted(part.samples, 'sample')}, not to shard {shard} with "
+                f"{counted(listed.n, 'sample')}"
+            )
         index = part.index
         if len(index) and not (listed.start <= index[0] and index[-1] < listed.start + listed.n):
             return f"its indices are {index[0]} to {index[-1]}, but those of the shard start at {listed.start}"
@@ -302,7 +305,7 @@ class FeatureTable:
         if self.text_width is not None:
             starts = part.text_start
             if starts is None or part.first_caption is None or len(starts) != len(index) + 1:
-                return "it does not say which captions its features belong to"
+                return "it does not list which captions its text features belong to"
             problem = self._find_wrong_shape(part.text, (int(starts[-1]), self.text_width))
             if problem:
                 return f"its text features are {problem}"
@@ -321,7 +324,7 @@ class FeatureTable:
         is_same = shards <= self._manifest.n_shards and self._manifest.hash_of_first(shards) == self.embedding["data"]
         if not is_same:
             raise UserError(
-                f"The features in {self.folder} were computed for other data, or for its shards in a different order "
+                f"The features in {self.folder} were computed for other data, or for the shards in a different order "
                 f"(shards: {shards}; shards of the training data: {self._manifest.n_shards}): embed the training data."
             )
 
@@ -408,7 +411,7 @@ def _check_fields(folder: str, embedding: Mapping[str, Any]) -> None:
         raise UserError(f"{folder} contains features in the format of another version: {_AGAIN} with a new --out.")
     problems = [f"lacks {name}" for name in _FIELDS if name not in embedding]
     if not problems and embedding["dtype"] not in _DTYPES:
-        problems.append(f"has the unknown dtype {embedding['dtype']}")
+        problems.append(f"lists the unknown dtype {embedding['dtype']}")
     if problems:
         raise UserError(f"{folder}/{EMBEDDING} {' and '.join(problems)}: restore it, or {_AGAIN} with a new --out.")
 
@@ -440,7 +443,7 @@ def random_crops(tables: Mapping[str, FeatureTable], crop_scale: float, seed: in
         if embedding["crop_scale"] != crop_scale or embedding["seed"] != seed:
             raise UserError(
                 f"The crops of {tables[name].folder} were drawn with crop scale {embedding['crop_scale']} and seed "
-                f"{embedding['seed']}, but training uses data.crop_scale={crop_scale} and run.seed={seed}: set these "
-                "options to the values of the crops, so that features and images are of the same crops."
+                f"{embedding['seed']}, but training uses data.crop_scale={crop_scale} and run.seed={seed}: set both "
+                "options to the values of the stored crops, so that all features and images show the same crops."
             )
     return next(iter(counts.values()))

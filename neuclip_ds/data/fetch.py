@@ -108,7 +108,9 @@ class Retries:
             now = time.monotonic()
             self._outage_began = self._outage_began or now
             if now - self._outage_began >= self._max_outage:
-                message += f" The storage failed for data.max_outage={self._max_outage:g} s: check it, and start again."
+                message += (
+                    f" The storage failed for data.max_outage={self._max_outage:g} s: check it; then start again."
+                )
                 raise UserError(message)
         elif self._counts[kind] == _ATTEMPTS.get(kind, 1):
             if kind in _FIXES:

@@ -51,7 +51,8 @@ def train_jobs(
     """
     if order.batch_size % world_size:
         raise UserError(
-            f"data.batch_size={order.batch_size} is not divisible by {world_size} ranks; change one of the two."
+            f"data.batch_size={order.batch_size} is not divisible by {world_size} ranks; set it to a multiple of "
+            f"{world_size}, or change the number of ranks."
         )
     first_batch = epoch * order.steps_per_epoch + step  # counted from the first batch of epoch 0
     rank_batch = order.batch_size // world_size

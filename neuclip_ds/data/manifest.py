@@ -162,7 +162,10 @@ def join(manifests: Sequence[Manifest]) -> Manifest:
     if len(tables) == len(manifests):
         return Manifest(shards, SampleTables.join(tables))
     if any(shard.selection is not None for shard in shards):
-        raise UserError("One source has no sample tables, but another needs them: build a manifest of each source.")
+        raise UserError(
+            "A manifest with --uids can be combined only with manifests that contain sample tables: build a manifest "
+            "of each source, without --no-checksum and --from-side-files."
+        )
     return Manifest(shards)
 
 
@@ -170,5 +173,6 @@ def check_size(shard: Shard, file_bytes: int) -> None:
     """Raise UserError unless the size of a shard's file matches the manifest."""
     if file_bytes != shard.bytes:
         raise UserError(
-            f"Shard {shard.path} has {file_bytes} bytes, but the manifest lists {shard.bytes}; rebuild the manifest."
+            f"Shard {shard.path} is {file_bytes} bytes long, but the manifest lists {shard.bytes} bytes; rebuild the "
+            "manifest."
         )

@@ -126,7 +126,7 @@ def load_manifest(folder: str | os.PathLike[str]) -> Manifest:
     """
     folder = Path(folder)
     if not is_manifest(folder):
-        raise UserError(f"{folder} is not a manifest folder (it has no {_TABLE}); run neuclip-ds build-manifest first.")
+        raise UserError(f"{folder} is not a manifest folder (it lacks {_TABLE}); run neuclip-ds build-manifest first.")
     try:
         with pq.ParquetFile(folder / _TABLE, page_checksum_verification=True) as file:  # read_table imports pandas
             table = file.read()

@@ -64,7 +64,7 @@ def _missing_shards(manifest: Manifest) -> str | None:
     if not missing:
         return None
     return (
-        f"{len(missing)} of {len(paths)} shards are missing on this node, such as {missing[0]}. Put local "
+        f"This node lacks {len(missing)} of {len(paths)} shards, such as {missing[0]}. Put local "
         "data under the same path on every node."
     )
 

@@ -75,8 +75,10 @@ class Packed:
 
 def choose_columns(table: PairTable, image: str | None = None, captions: Sequence[str] = ()) -> Columns:
     """Return the columns to pack, found by name by default; each of `captions` is MEMBER=COLUMN, or COLUMN for txt."""
-    image = image or table.find_column(IMAGE_COLUMNS, "images", "pass its name with --image")
-    captions = captions or [table.find_column(CAPTION_COLUMNS, "captions", "pass its name with --captions")]
+    image = image or table.find_column(IMAGE_COLUMNS, "images", "pass the name of the column with --image")
+    captions = captions or [
+        table.find_column(CAPTION_COLUMNS, "captions", "pass the name of the column with --captions")
+    ]
     by_member = {}
     for text in captions:
         member, _, column = text.rpartition("=")

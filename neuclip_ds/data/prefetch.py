@@ -259,7 +259,8 @@ class Prefetcher(ForkProcess):
             if window.is_too_small and not self._warned:
                 self._warned = True
                 log.warning(
-                    "batches read more shards than fit in data.cache_gb=%g, so shards are fetched repeatedly: raise it",
+                    "batches read more shards than fit in the cache, so shards are fetched repeatedly: raise "
+                    "data.cache_gb, which is %g GB",
                     self._cache.capacity_bytes / 1e9,
                 )
             time.sleep(_POLL)

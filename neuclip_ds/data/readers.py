@@ -24,7 +24,7 @@ from neuclip_ds.data.sample_table import MEMBERS, SampleTable, tabulate
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.data.tar import read_index
 from neuclip_ds.data.uids import uid_of, uid_of_location
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, counted
 from neuclip_ds.files import private_folder
 from neuclip_ds.limits import open_files
 
@@ -195,10 +195,10 @@ class TarReader:
         table = self._shared_table(listed.path, source, partial(self._walk_headers, shard))
         self._check_layout(shard, table)
         if table.n != listed.n:
-            other_cause = "" if listed.layout is not None else ", or img2dataset's side file has a wrong count"
+            other_cause = "" if listed.layout is not None else ", or img2dataset's side file contains a wrong count"
             raise UserError(
-                f"Shard {listed.path} has {table.n} samples, but the manifest lists {listed.n}: the shard has "
-                f"changed{other_cause}. Build the manifest again, with or without this shard."
+                f"Shard {listed.path} contains {counted(table.n, 'sample')}, but the manifest lists {listed.n}: the "
+                f"shard has changed{other_cause}. Build the manifest again, with or without this shard."
             )
         return table
 
@@ -220,7 +220,8 @@ class TarReader:
         listed = self._manifest.shards[shard]
         if listed.layout not in (None, table.layout) and table.n == listed.n:
             raise UserError(
-                f"Shard {listed.path} has the size that the manifest lists, but different samples; restore the shard."
+                f"Shard {listed.path} has the size that the manifest lists, but other samples: restore the shard, or "
+                "build the manifest again."
             )
 
     def _verify(self, shard: int, members: Iterable[tuple[int, bytes | None, int]]) -> None:

@@ -34,7 +34,7 @@ _BLOCK = 1 << 16  # bytes of a parquet file that are read at once
 def check_names(paths: Sequence[str]) -> None:
     """Raise UserError unless every path ends in .tar, because only tars have side files."""
     if other := next((path for path in paths if not path.endswith(_TAR)), None):
-        raise UserError(f"{other} is not the address of a .tar, so it has no side files; omit --from-side-files.")
+        raise UserError(f"{other} is not the address of a .tar, so no side files belong to it; omit --from-side-files.")
 
 
 def count_shards(sizes: Mapping[str, int | None]) -> Scans:
@@ -51,7 +51,7 @@ def count_shards(sizes: Mapping[str, int | None]) -> Scans:
             n = _samples(path.removesuffix(_TAR), store)
             size = sizes[path] or _size(path, store)
             if n * MIN_SAMPLE_BYTES > size:
-                raise AttemptFailed(f"its side file lists {n} samples, but the shard has only {size} bytes")
+                raise AttemptFailed(f"its side file lists {n} samples, but the shard is only {size} bytes long")
         except AttemptFailed as failure:
             failures[path] = f"Shard {path} cannot be counted: {failure}."
             return None

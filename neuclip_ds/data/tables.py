@@ -38,8 +38,8 @@ _COMMA = ","
 _DELIMITERS = {".csv": _COMMA, ".tsv": "\t"}
 _MAX_HEADER = 100_000  # characters of a table's first line that are read to find its delimiter
 _BATCH = 256  # rows read at once; few, because they may contain images
-_FIX = "fix or remove that file"
-_FIX_QUOTES = "fix that file, or pack with --quotes=off if quotes are ordinary characters in it"
+_FIX = "write or download that file again, or remove it"
+_FIX_QUOTES = "correct that file, or pack with --quotes=off if its quotes are ordinary characters"
 _LINE_BREAK = re.compile(r"\r\n|\r|\n")
 _DATA_URI = "data:"
 # JPEG, PNG, WebP, GIF and BMP in base64; so many characters are not a path
@@ -118,7 +118,7 @@ def open_table(source: str, quotes: Quotes = "auto") -> PairTable:
     extensions = {Path(file).suffix.lower() for file in paths}
     if len(extensions) != 1 or not extensions <= set(TABLES):
         raise UserError(
-            f"{source} is not a table; name files of one kind ({', '.join(TABLES)}), or a folder of images with texts."
+            f"{source} is not a table; pass files of one kind ({', '.join(TABLES)}), or a folder of images with texts."
         )
     (extension,) = extensions
     delimiter = None
@@ -143,8 +143,9 @@ def _open_folder(folder: Path, images: Sequence[Path]) -> PairTable:
     texts = {path.with_suffix(""): path for path in files_below(folder, [_TEXT])}
     if not texts:
         raise UserError(
-            f"{folder} has {len(images):,} images, but neither a .txt file nor a table ({', '.join(TABLES)}): write "
-            "a caption to NAME.txt for each image NAME.jpg, or a table of image paths and captions."
+            f"{folder} contains {counted(len(images), 'image')}, but neither a .txt file nor a table "
+            f"({', '.join(TABLES)}): write a caption to NAME.txt for each image NAME.jpg, "
+            "or a table of image paths and captions."
         )
     rows: list[tuple[str | None, str | None]] = []
     for image in images:

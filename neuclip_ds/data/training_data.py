@@ -145,8 +145,8 @@ def open_training_data(
     manifest = training_set.manifest
     if communicator.rank == 0 and data.val == "auto" and not find_validation(data, manifest):
         log.warning(
-            "no training pairs are held out for validation, because there are %d, fewer than %d: set data.val to "
-            "other pairs, or data.val=N to hold out N",
+            "no training pairs are held out for validation, because the dataset contains %d pairs, fewer than %d: set "
+            "data.val to other pairs, or data.val=N to hold out N",
             manifest.n_used,
             FEWEST_PAIRS,
         )
@@ -211,7 +211,7 @@ def _check_same_features(tables: Mapping[str, FeatureTable], recorded: Mapping[s
     for name, table in tables.items():
         if recorded.get(name, table.job) != table.job:
             raise UserError(
-                f"{table.folder} no longer contains the features of the start of the run (its {EMBEDDING} "
+                f"{table.folder} no longer contains the features with which the run started (its {EMBEDDING} "
                 "differs): restore the earlier folder, or give the run another name (--run.name)."
             )
 

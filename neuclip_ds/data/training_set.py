@@ -16,7 +16,7 @@ from neuclip_ds.data.manifest import Manifest, join
 from neuclip_ds.data.mixture import BatchOrder, MixtureOrder
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.shards import is_local
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, counted
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +54,9 @@ class TrainingSet:
             held_out = _choose_held_out(data, all_pairs.sizes)
         elif isinstance(data.val, int) and data.val != sum(held_out.values()):
             raise UserError(
-                f"data.val={data.val}, but the run has held out {sum(held_out.values())} training pairs from its "
-                "start: set it back, or give the run another name (--run.name)."
+                f"data.val={data.val}, but at its start, the run held out "
+                f"{counted(sum(held_out.values()), 'training pair')}: set data.val={sum(held_out.values())}, "
+                "or give the run another name (--run.name)."
             )
         self.manifest = Manifest(all_pairs.shards, all_pairs.samples, held_out)
         source_of_shard = np.repeat(np.arange(len(manifests)), [manifest.n_shards for manifest in manifests])
@@ -133,7 +134,9 @@ def _choose_held_out(data: DataConfig, sizes: NDArray[np.int64]) -> dict[int, in
     if isinstance(total, str) or not total:
         return {}
     if total > n // 2:
-        raise UserError(f"data.val={total} holds out more than half of the {n} training pairs; choose fewer.")
+        raise UserError(
+            f"data.val={total} holds out more than half of the {n} training pairs; hold out at most {n // 2}."
+        )
 
     # take at most a tenth of the samples of each chosen shard, or use all shards
     nonempty = np.flatnonzero(sizes)

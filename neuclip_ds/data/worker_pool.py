@@ -197,7 +197,7 @@ class _Worker:
                 advice = "; lower data.workers if memory ran out"
             elif code == -signal.SIGBUS:
                 advice = f"; {fix_of_shared_memory()}"
-            raise _WorkerFailure(f"A loader process died while waiting for {waited_for}: {cause}{advice}")
+            raise _WorkerFailure(f"A loader process died while the run waited for {waited_for}: {cause}{advice}")
         if isinstance(result, _WorkerFailure):
             raise result  # the job stays unfinished, for the next worker
         self.unfinished.popleft()

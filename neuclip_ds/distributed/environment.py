@@ -84,7 +84,9 @@ def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
         env.setdefault("MASTER_PORT", str(20_000 + job % 10_000))
     if env.get("MASTER_ADDR") and env.get("MASTER_PORT", "").isdigit():
         if names == _BARE_PMI and "LOCAL_RANK" not in env:
-            raise UserError("The launcher sets PMI_RANK, but no rank within the node: set LOCAL_RANK on each rank.")
+            raise UserError(
+                "The launcher sets PMI_RANK, but not the rank within the node: set LOCAL_RANK on each rank."
+            )
         environment = read_environment(env)
         env["RANK"] = str(environment.rank)
         env["LOCAL_RANK"] = str(environment.local_rank)
@@ -136,9 +138,9 @@ def refuse_missing_gpus(torch_build: str) -> None:
             launched = re.search(r"[/ ](?:deepspeed|ds)(?:\.launcher\.runner)? .*--num_gpus[ =](\d+)", command)
             if launched:
                 raise UserError(
-                    f"--num_gpus {launched[1]} requests GPUs, but {socket.gethostname()} shows none: check nvidia-smi, "
-                    "CUDA_VISIBLE_DEVICES and that torch is built for them, or train on CPU cores with deepspeed "
-                    f"--num_accelerators {launched[1]}."
+                    f"--num_gpus {launched[1]} requests GPUs, but {socket.gethostname()} shows no GPU: check "
+                    "nvidia-smi and CUDA_VISIBLE_DEVICES, and that torch is built for GPUs; or train on CPU cores with "
+                    f"deepspeed --num_accelerators {launched[1]}."
                 )
 
 

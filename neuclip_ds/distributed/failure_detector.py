@@ -284,7 +284,7 @@ class FailureDetector:
             named.append(f"rank {rank} on {self._host_of(rank)}, which {doing}")
         more = len(behind) - _MAX_NAMED_RANKS
         log.warning(
-            "no rank has made progress for %.0f s: %s %s%s; `py-spy dump --pid PID` there shows more",
+            "no rank has made progress for %.0f s: %s %s%s; `py-spy dump --pid PID` on that host shows more",
             _STUCK_AFTER + _STUCK_SPREAD,
             "the ranks wait for" if behind else "no rank is behind the others; check",
             ", ".join(named),

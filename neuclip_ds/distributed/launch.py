@@ -488,8 +488,8 @@ def check_shared(folder: Path, communicator: Communicator) -> None:
     problem = None
     if not shared_file.exists():
         problem = (
-            f"{folder.absolute()} is not rank 0's folder of that name, but all nodes must share it: put "
-            "--run.output_dir on a file system that they have in common, and start in the same folder on each."
+            f"{folder.absolute()} on this node is not the same folder as on rank 0's node, but all nodes must share "
+            "it: put --run.output_dir on a shared file system, and start in the same working folder on each node."
         )
     communicator.raise_if_any_rank_failed(problem)
     communicator.on_rank_zero(shared_file.unlink)

@@ -49,7 +49,7 @@ def read_address(store: dist.Store, key: str) -> str:
 
 def _unreadable(key: str, content: bytes) -> UserError:
     return UserError(
-        f"The ranks' store has an unreadable entry {key!r} ({content[:_MAX_SHOWN]!r}): another program or another "
+        f"The ranks' store contains an unreadable entry {key!r} ({content[:_MAX_SHOWN]!r}): another program or another "
         "version of neuclip_ds uses the store. Install the same version on all nodes, and choose another port (the "
         "launcher's --master_port)."
     )

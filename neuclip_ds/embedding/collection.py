@@ -88,7 +88,7 @@ class FolderImages:
         self._files = [path for path in files if path.is_file()]
         if not self._files:
             raise UserError(
-                f"{folder} has neither tar shards nor images ({', '.join(IMAGES)}): pass a folder with either."
+                f"{folder} contains neither tar shards nor images ({', '.join(IMAGES)}): pass a folder with either."
             )
 
     def __len__(self) -> int:

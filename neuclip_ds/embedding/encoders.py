@@ -76,7 +76,9 @@ def dual_encoders(
     """
     if output == "trunk":
         if isinstance(model.vision.projection, nn.Identity) or isinstance(model.text.projection, nn.Identity):
-            raise UserError(f"{name} has no separate projections, so it only has joint features: set --output joint.")
+            raise UserError(
+                f"{name} has no separate projections, so only joint features can be stored: set --output joint."
+            )
         image = _encode_with(model, model.vision.feature)
         text = _encode_with(model, model.text.feature)
     else:

@@ -94,7 +94,7 @@ def _parts(folders: Sequence[Path], column: str) -> Iterator[tuple[pa.Table, NDA
         if not (folder / EMBEDDING).is_file():
             raise UserError(f"{folder} lacks features: pass the --out folder of neuclip-ds embed.")
         for path in feature_tables(folder):
-            with explained(f"The features in {path} cannot be read", "run embed again"):
+            with explained(f"The features in {path} cannot be read", "run neuclip-ds embed again"):
                 table = pq.read_table(path, columns=["uid", column])
                 with path.with_suffix(PART_SUFFIX).open("rb", buffering=0) as file:
                     part = map_part(file)

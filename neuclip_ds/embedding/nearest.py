@@ -149,8 +149,8 @@ def check_features(model: SearchableModel, collection: Collection, folder: str) 
     if similarity < _REPRODUCED:
         raise UserError(
             f"The features in {folder} are not those of {model.name}: the stored and the computed feature of "
-            f"image {name} have a cosine similarity of {similarity:.3f}. The model or the data has changed since: "
-            "embed the data again."
+            f"image {name} have a cosine similarity of {similarity:.3f}. The model or the data has changed since "
+            "the features were written: embed the data again."
         )
 
 
@@ -251,7 +251,7 @@ def encode_collection(
         reasons = "; ".join(f"{count} x {reason}" for reason, count in unusable.most_common(3))
         log.warning("%d of %d images are omitted: %s", unusable.total(), total, reasons)
     if not index:
-        raise UserError(f"None of the {total} images can be used: {next(iter(unusable), 'there are none')}.")
+        raise UserError(f"None of the {total} images can be used: {next(iter(unusable), 'the dataset is empty')}.")
     return CollectionFeatures(images=_features(index, images), captions=_features(caption_index, captions))
 
 

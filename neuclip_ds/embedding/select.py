@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from neuclip_ds.data.feature_parts import EMBEDDING
 from neuclip_ds.data.listing import files_below
 from neuclip_ds.data.uids import UID, UidArray, UidFiles, parse_uids
-from neuclip_ds.errors import UserError, explained
+from neuclip_ds.errors import UserError, counted, explained
 from neuclip_ds.files import atomic_write
 
 _BATCH_ROWS = 1 << 17  # rows that are read at once
@@ -91,9 +91,14 @@ def select(
 
     uids = _sorted_distinct(np.concatenate(collected) if collected else np.empty(0, UID))
     if not len(uids) and without_uid:
-        raise UserError(f"None of {without_uid} samples has a uid of 32 hex digits: pass its column with --uid-column.")
+        raise UserError(
+            f"None of {without_uid} samples has a uid of 32 hex digits: pass the column of uids with --uid-column."
+        )
     if not len(uids):
-        raise UserError(f"None of {samples} samples is kept ({without_value} without a value): choose wider bounds.")
+        raise UserError(
+            f"None of {samples} samples is kept ({counted(without_value, 'has', 'have')} no value in the column): "
+            "choose wider bounds (--min, --max, --top) or another --column."
+        )
     refined_uids = refine(uids)
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(out) as temporary, temporary.open("wb") as file:
@@ -114,7 +119,9 @@ def _open(files: Sequence[Path]) -> ds.Dataset:
         return ds.dataset([str(file) for file in files], format="parquet")
     except (OSError, ValueError, pa.ArrowException):
         for file in files:
-            with explained(f"{file} cannot be read as parquet", "fix it, or omit it from the files to filter"):
+            with explained(
+                f"{file} cannot be read as parquet", "write or download it again, or omit it from the files to filter"
+            ):
                 pq.read_schema(file)
         raise
 

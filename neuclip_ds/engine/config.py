@@ -85,7 +85,7 @@ def load_engine_config(config: Config, world_size: int) -> dict[str, Any]:
     if zero_stage(engine) == 3 and config.model.compile in ("blocks", "towers"):
         raise UserError(
             f"model.compile={config.model.compile} does not work with ZeRO 3 ({path}), which fetches weights inside "
-            "modules: set it to auto or false, or use a different DeepSpeed config."
+            "modules: set model.compile to auto or false, or use a DeepSpeed config with a lower ZeRO stage."
         )
     if config.optimizer.lean_zero1:
         _require_lean_zero1(path, engine)
@@ -156,7 +156,7 @@ def _refuse_unsupported(path: Path, engine: dict[str, Any]) -> None:
     problems = []
     for section in ("optimizer", "scheduler"):
         if section in engine:
-            problems.append(f"has a section {section}, but the recipe sets these options")
+            problems.append(f"contains a section {section}, but the recipe sets these options")
     if options.fp16.enabled:
         problems.append("enables fp16, which is not supported (use zero1_bf16, or zero1_fp32 on a GPU without bf16)")
     if not options.bf16.check_grad_overflow:
@@ -172,7 +172,7 @@ def _refuse_unsupported(path: Path, engine: dict[str, Any]) -> None:
                 "(use the device cpu without a ratio)"
             )
     if problems:
-        raise UserError(f"{path} {problems[0]}: remove it from the JSON.")
+        raise UserError(f"{path} {problems[0]}: remove this setting from the JSON.")
 
 
 def precision(engine: dict[str, Any]) -> Literal["fp32", "bf16"]:

@@ -132,8 +132,8 @@ class Engine:
                 update = self.step(lr=0.0)
         except torch.OutOfMemoryError as error:
             raise UserError(
-                f"A micro-batch of {size} captions of {context_length} tokens does not fit in the device's memory: "
-                "lower data.micro_batch, set model.activation_checkpointing, or use a higher ZeRO stage."
+                f"A micro-batch of {size} pairs with captions of {context_length} tokens does not fit in the device's "
+                "memory: lower data.micro_batch, set model.activation_checkpointing, or use a higher ZeRO stage."
             ) from error
         assert not update.applied
         self.set_counters(counters)

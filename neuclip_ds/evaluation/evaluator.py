@@ -70,7 +70,7 @@ class Evaluator:
         method = config.objective.method
         if anchors and not find_method(method).estimates_normalizers:
             raise UserError(
-                f"run.normalizer_anchors={anchors} measures normalizers, but objective.method={method} has none. "
+                f"run.normalizer_anchors={anchors} measures normalizers, but objective.method={method} estimates none. "
                 "Set run.normalizer_anchors=0."
             )
         self._config = config

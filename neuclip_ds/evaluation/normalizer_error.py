@@ -94,7 +94,7 @@ def normalizer_error(
     encoded_anchors = _encode_anchors(encode, estimate, anchor_batches, parts_per_batch, communicator, anchors)
     log_sum, samples = _log_sum_over_negatives(encode, encoded_anchors, pair_loss, all_batches, communicator, chunk)
     if samples < 2:
-        raise UserError("The training data has fewer than two readable pairs; check data.train.")
+        raise UserError("The training data contains fewer than two readable pairs; check data.train.")
     log_g = log_sum - math.log(samples - pair_loss.divisor_offset)  # (2, A)
     has_estimate = ~torch.isneginf(encoded_anchors.log_estimate).any(dim=0)
     error = (encoded_anchors.log_estimate.double() - log_g)[:, has_estimate]
@@ -140,7 +140,7 @@ def _encode_anchors(
         padded_index = torch.where(valid, index, PADDING).to(image.device, non_blocking=True)
         gathered_index.append(communicator.all_gather(padded_index, "evaluation"))
     if not gathered_rows:
-        raise UserError("The training data has no sample for run.normalizer_anchors; check data.train.")
+        raise UserError("The training data contains no sample for run.normalizer_anchors; check data.train.")
 
     all_rows = torch.cat(gathered_rows)
     all_index = torch.cat(gathered_index)

@@ -64,7 +64,7 @@ def recalls_of_pairs(
     UserError if no rank has a valid pair.
     """
     if not encoded:
-        raise UserError("The validation data has no pair to measure recall on; check data.val.")
+        raise UserError("The validation data contains no pair to measure recall on; check data.val.")
     all_images = torch.cat([batch.image for batch in encoded]).float()
     all_texts = torch.cat([batch.text for batch in encoded]).float()
     all_valid = torch.cat([batch.valid for batch in encoded])
@@ -266,7 +266,7 @@ def _recalls(
     totals = communicator.all_reduce(torch.stack(list(counts.values())), "evaluation").tolist()
     first_direction = totals[0]
     if not first_direction[0]:
-        raise UserError("The validation data has no readable pair to measure recall on; check data.val.")
+        raise UserError("The validation data contains no readable pair to measure recall on; check data.val.")
     recalls = {}
     for name, (queries, *hits_at) in zip(counts, totals, strict=True):
         for k, hits in zip(ks, hits_at, strict=True):
@@ -294,7 +294,7 @@ def _encode_all(encoder: BatchEncoder, folder: EvaluationSet) -> tuple[Tensor, T
         caption_features.append(encoder.encode_texts(captions)[:valid_captions])
         images_before += batch.n_valid
     if not image_features:
-        raise UserError(f"{folder.path} has no sample; download the set again.")
+        raise UserError(f"{folder.path} contains no sample; download the set again.")
     all_images = torch.cat(image_features).float()
     all_captions = torch.cat(caption_features).float()
     return all_images, all_captions, torch.tensor(image_of_caption, dtype=torch.int64).to(all_images.device)

@@ -153,7 +153,10 @@ def open_captioned(path: Path) -> EvaluationSet:
     captioned_set = open_set(path)
     kind = captioned_set.kind
     if kind != "retrieval":
-        raise UserError(f"{path} is a {kind} set, not a retrieval set; write retrieval to its dataset_type.txt.")
+        raise UserError(
+            f"{path} is a {kind} set, not a retrieval set; pass another set, or if it contains captions, write "
+            "retrieval to its dataset_type.txt."
+        )
     return captioned_set
 
 
@@ -251,7 +254,7 @@ def _open_images(path: Path) -> EvaluationSet:
         class_names = tuple(folder.name.replace("_", " ") for folder in folders)
     elif len(class_names) != len(folders):
         raise UserError(
-            f"{class_names_file} has {counted(len(class_names), 'name')} for {counted(len(folders), 'folder')} of "
+            f"{class_names_file} contains {counted(len(class_names), 'name')} for {counted(len(folders), 'folder')} of "
             "images; write one name for each folder, in order."
         )
     else:
@@ -306,7 +309,7 @@ def _imagenet_prompts(path: Path, wordnet_ids: Sequence[str]) -> tuple[tuple[str
     unknown = [wordnet_id for wordnet_id in wordnet_ids if wordnet_id not in names]
     if unknown:
         raise UserError(
-            f"{path} contains {len(unknown)} folders with WordNet ids that are not in ImageNet-1k, such as "
+            f"{path} contains {counted(len(unknown), 'folder')} with a WordNet id that ImageNet-1k lacks, such as "
             f"{unknown[0]}: {fix}."
         )
     templates = tuple(template(PLACEHOLDER) for template in OPENAI_IMAGENET_TEMPLATES)
@@ -338,7 +341,7 @@ def _open_pairs(path: Path) -> EvaluationSet:
     table contains the images themselves, each row is one sample, with one caption or a list of captions.
     """
     table = open_table(str(path))
-    advice = "rename one of them"
+    advice = "rename one of these columns"
     image_column = table.find_column(IMAGE_COLUMNS, "images", advice)
     caption_column = table.find_column(CAPTION_COLUMNS, "captions", advice)
 

@@ -124,7 +124,7 @@ class TaskList(BaseModel):
         for path in paths:
             if path in own_names and not is_set(path):
                 raise UserError(
-                    f"{own_names[path]}={path} names a path that is not an evaluation set; omit {own_names[path]}=."
+                    f"NAME=PATH names a single evaluation set, but {path} is not one; omit {own_names[path]}=."
                 )
             candidates_of_path[path] = _sets_in(path)
             candidates += candidates_of_path[path]
@@ -157,14 +157,14 @@ class TaskList(BaseModel):
         if not chosen_on_disk or (names and missing):
             listed = ", ".join(f"{task.name} ({task.folder})" for task in missing)
             raise UserError(
-                f"Not found below {searched}: {listed}; docs/how-to/evaluate.md lists sources. Sets: {FORMS}."
+                f"Not found below {searched}: {listed}; docs/how-to/evaluate.md lists sources. Forms of sets: {FORMS}."
             )
         for path, below in candidates_of_path.items():
             has_known_set = any(task.find(below) is not None for task in self.tasks)
             if not has_known_set and not any(map(is_set, below)):
                 raise UserError(
-                    f"{path} has no evaluation set: omit it, or pass a folder with sets or, for shards of pairs, the "
-                    "folder that contains the tars."
+                    f"{path} contains no evaluation set: omit it, or pass a folder with sets or, for shards of pairs, "
+                    "the folder that contains the tars."
                 )
         if missing and known_paths:
             names_of_missing = ", ".join(task.name for task in missing)
@@ -206,7 +206,7 @@ def _user_task(path: Path, name: str | None = None) -> Task:
     """Return the task of a user's set, by default with the name of its folder or file."""
     kind: Any = open_set(path).kind
     if kind not in ("classification", "retrieval"):
-        raise UserError(f"{path} is a {kind} set, which neuclip_ds cannot score; move it elsewhere.")
+        raise UserError(f"{path} is a {kind} set, which neuclip_ds cannot score; move it out of the folder of sets.")
     return Task.own(name or (path.stem if path.is_file() else path.name), kind)
 
 

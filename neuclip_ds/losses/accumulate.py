@@ -245,7 +245,7 @@ class TwoPass(MicroBatches):
 
     def _fail(self, advice: str) -> None:
         done = f"{self._micro_batch} of {counted(len(self._ends), 'micro-batch', 'micro-batches')}"
-        raise RuntimeError(f"accumulate(): {advice}. The second pass has had {done} so far.")
+        raise RuntimeError(f"accumulate(): {advice}. The second pass has received {done} so far.")
 
 
 @contextmanager

@@ -19,8 +19,8 @@ def problem_with_features(image: Any, text: Any, dim: int) -> str | None:
             return _not_a_tensor(name, features)
         shape = (len(image), dim)
         if features.shape != shape or features.dtype not in _DTYPES:
-            given = f"{features.dtype} {tuple(features.shape)}"
-            return f"{name} is {given}, but must be a floating-point tensor of shape {shape}."
+            given = f"dtype {features.dtype} and shape {tuple(features.shape)}"
+            return f"{name} has {given}, but must be a floating-point tensor of shape {shape}."
     return None
 
 
@@ -58,12 +58,12 @@ def problem_with_rows(index: Any, valid: Any, rows: int, samples: int) -> str | 
             return _not_a_tensor("index", index)
         is_integer = not index.is_floating_point() and index.dtype != torch.bool
         if index.shape != (rows,) or not is_integer:
-            return f"index is {index.dtype} {tuple(index.shape)}, but must be one integer per row: ({rows},)."
+            return f"index has dtype {index.dtype} and shape {tuple(index.shape)}, but must be ({rows},) integers."
     if valid is not None:
         if not isinstance(valid, Tensor):
             return _not_a_tensor("valid", valid)
         if valid.shape != (rows,) or valid.dtype != torch.bool:
-            return f"valid is {valid.dtype} {tuple(valid.shape)}, but must be one bool per row: ({rows},)."
+            return f"valid has dtype {valid.dtype} and shape {tuple(valid.shape)}, but must be ({rows},) bools."
     if index is None or not samples:
         return None
     used = index if valid is None else index[valid]
@@ -158,5 +158,8 @@ def _disagreement(calls: Tensor) -> str | None:
         names = ", ".join(str(_DTYPES[number]) for number in dtypes)
         return f"the features' dtypes differ between ranks: {names}. Use one dtype."
     if len(set(stored)) > 1:
-        return "the reference's or the teachers' features differ in number or width between ranks."
+        return (
+            "the features of the reference or of the teachers differ in number or width between ranks: pass the same "
+            "stored features on all ranks."
+        )
     return None

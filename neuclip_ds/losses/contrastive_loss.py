@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 _OPTIONS = {REFERENCE: "objective.reference_model", TEACHER: "objective.distill"}
 _REASONS = {
-    REFERENCE: "the loss does not support one; docs/reference/losses.md lists the losses that do.",
+    REFERENCE: "the loss does not support a reference model; docs/reference/losses.md lists the losses that do.",
     TEACHER: "use a loss of the package, or one that is built from GlobalContrastiveLoss.",
 }
 
@@ -312,7 +312,7 @@ class ContrastiveLoss(nn.Module):
         self._pending = None  # an exception below abandons the batch
         training = self._is_training
         if training and torch._C._current_graph_task_id() >= 0:  # in a backward pass; no public function reports this
-            raise RuntimeError("A backward pass repeats the loss: keep it out of activation checkpointing.")
+            raise RuntimeError("A backward pass repeats the loss: call the loss outside of activation checkpointing.")
         device_type = image_features.device.type
         autocast = torch.is_autocast_enabled(device_type)
         with torch.no_grad(), torch.autocast(device_type, enabled=False) if autocast else nullcontext():
@@ -665,7 +665,7 @@ class ContrastiveLoss(nn.Module):
             self._require_usable(name)
         elif self._announces(name):
             raise UserError(
-                f"{_OPTIONS[name]} is set, but a batch has no such features: pass {name}=(image, text) to the loss."
+                f"{_OPTIONS[name]} is set, but a batch lacks its features: pass {name}=(image, text) to the loss."
             )
 
     def _announces(self, name: str) -> bool:
@@ -742,7 +742,7 @@ class ContrastiveLoss(nn.Module):
         if keeps_state and not same_ranks:
             raise ValueError(
                 f"The loss was built as rank {before.rank} of {before.world_size}, but this is rank {ranks.rank} of "
-                f"{ranks.world_size}: build it after the process group."
+                f"{ranks.world_size}: call torch.distributed.init_process_group before you build the loss."
             )
         function = self.function
         with torch.inference_mode(False), torch.no_grad():  # the state must stay trainable after an evaluation
@@ -790,7 +790,7 @@ class ContrastiveLoss(nn.Module):
             if saved_settings.get(key) != settings[key]:
                 raise UserError(
                     f"{where} was saved with {key}={saved_settings.get(key)}, but this loss was built with "
-                    f"{key}={settings[key]}; build it as the saved one, or train a new one."
+                    f"{key}={settings[key]}; build the loss with the saved value, or train without the saved state."
                 )
         self._move(self._communicator.device, getattr(torch, saved["dtype"]), keep=False)
         self._calls = saved["calls"]
@@ -803,7 +803,7 @@ def _config_and_builder(
     """Return the options of a loss and the function that builds it; raise `UserError` if an option is invalid."""
     if isinstance(method, ObjectiveConfig):
         if options:
-            raise UserError(f"An ObjectiveConfig is complete: set {', '.join(options)} in it.")
+            raise UserError(f"An ObjectiveConfig already contains all options: set {', '.join(options)} in it.")
         return method, find_method(method.method).build
     if isinstance(method, str):
         config = _validated({"method": method, **options}, f"method {method}")

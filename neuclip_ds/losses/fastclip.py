@@ -212,12 +212,12 @@ class IndividualTemperature(Temperature):
         if self._config.schedule == "third_below_0.03":
             raise UserError(
                 "objective.temperature.schedule=third_below_0.03 is a rule for one global temperature; "
-                "individual ones take constant or encoder."
+                "for individual temperatures, set this option to constant or encoder."
             )
         if self._config.optimizer != "adam":
             raise UserError(
-                f"objective.temperature.optimizer={self._config.optimizer} is for one global temperature; individual "
-                "ones take adam."
+                f"objective.temperature.optimizer={self._config.optimizer} is for one global temperature; for "
+                "individual temperatures, set this option to adam."
             )
         self._is_released = config.reference == "released_code"
         self._adam = context.adam

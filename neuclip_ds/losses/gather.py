@@ -103,8 +103,8 @@ class PendingBatch:
         """
         if image.ndim != 2 or image.shape != text.shape or len(image) != self.rows:
             raise ValueError(
-                f"The {name} has images {tuple(image.shape)} and texts {tuple(text.shape)}: pass two tensors of the "
-                f"shape ({self.rows}, D)."
+                f"The {name} contains images {tuple(image.shape)} and texts {tuple(text.shape)}: pass two tensors "
+                f"of the shape ({self.rows}, D)."
             )
         device = self._communicator.device
         images = self._begin_gather(to_device(image, device), "stored_features")

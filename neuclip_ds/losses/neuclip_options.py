@@ -53,7 +53,7 @@ class NpnConfig(Section):
     @model_validator(mode="after")
     def _order_fits_the_network(self) -> NpnConfig:
         if self.order == "joint" and self.network == "mlp":
-            raise ValueError("order=joint needs network=prototypes; change one of the two")
+            raise ValueError("order=joint needs network=prototypes; set order=alternating or network=prototypes")
         is_scaled = self.optimizer == "scaled" and self.network == "prototypes" and self.order != "joint"
         if is_scaled and self.weight_decay:
             raise ValueError("optimizer=scaled has no weight decay; omit weight_decay, or set optimizer=adagrad")
@@ -62,7 +62,7 @@ class NpnConfig(Section):
     @model_validator(mode="after")
     def _kappa_fits_the_network(self) -> NpnConfig:
         if self.kappa is not None and self.network == "mlp":
-            raise ValueError("kappa needs network=prototypes; omit kappa, or change the network")
+            raise ValueError("kappa needs network=prototypes; omit kappa, or set network=prototypes")
         if self.kappa is not None and self.alpha_grad != "full":
             raise ValueError(
                 f"kappa has its own gradient, so alpha_grad={self.alpha_grad} has no effect; omit one of the two"

@@ -146,8 +146,8 @@ class PooledQueueEstimator(NormalizerEstimator):
             return log_ghat, entry_means
         if anchors.shape[2] != self._images.shape[1]:
             raise UserError(
-                f"The queue's entries have {self._images.shape[1]} columns, but the features and those of a reference "
-                f"model have {anchors.shape[2]}: use the same reference model in all steps of a run."
+                f"The queue's entries have {self._images.shape[1]} columns, but the batch's features, with those of a "
+                f"reference model, have {anchors.shape[2]} columns: use the same reference model in all steps of a run."
             )
         # entries from an anchor's own sample are masked; the other entries number m_i
         owners, copies = self._copies(batch, count)
@@ -218,8 +218,8 @@ class PooledQueueEstimator(NormalizerEstimator):
         for name, queue in self.replicated_state().items():
             if state[name].shape != queue.shape:
                 raise UserError(
-                    f"The checkpoint's {name} has the shape {tuple(state[name].shape)}, but this run has "
-                    f"{tuple(queue.shape)}; set objective.queue.size={len(state[name])}, or start a new run."
+                    f"The checkpoint's {name} has the shape {tuple(state[name].shape)}, but this run needs the "
+                    f"shape {tuple(queue.shape)}; set objective.queue.size={len(state[name])}, or start a new run."
                 )
             queue.copy_(state[name])
         self._seen = int(state["seen"])

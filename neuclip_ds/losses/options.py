@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, create_model, model_serializer, model_validator
 
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, counted
 from neuclip_ds.losses.amorlip_options import AmortizedConfig
 from neuclip_ds.losses.fastclip_options import MovingAverageConfig
 from neuclip_ds.losses.methods import (
@@ -56,8 +56,8 @@ class TemperatureConfig(Section):
     def _bounds_hold_initial(self) -> TemperatureConfig:
         if self.initial is not None and not self.minimum <= self.initial <= self.maximum:
             raise ValueError(
-                f"initial={self.initial} is outside [minimum={self.minimum}, maximum={self.maximum}]; change one of "
-                "them"
+                f"initial={self.initial} is outside [minimum={self.minimum}, maximum={self.maximum}]; change initial "
+                "or the bound"
             )
         return self
 
@@ -97,8 +97,8 @@ class DistillConfig(Section):
             return temperatures * teachers
         if len(temperatures) != teachers:
             raise UserError(
-                f"objective.distill.temperature lists {len(temperatures)} values for {teachers} teachers: pass one "
-                "value for each, or a single number."
+                f"objective.distill.temperature lists {len(temperatures)} values for {counted(teachers, 'teacher')}: "
+                "pass one value for each, or a single number."
             )
         return temperatures
 

@@ -121,7 +121,8 @@ def initial_temperature(config: TemperatureConfig, context: LossContext, learned
     if not math.isclose(tau, bounded, rel_tol=1e-3):  # clamping 1/tau at 100 can give 0.0099999
         raise UserError(
             f"The pretrained checkpoint's temperature {tau:.4g} is outside [minimum={config.minimum}, "
-            f"maximum={config.maximum}] of objective.temperature; change one of them, or set initial."
+            f"maximum={config.maximum}] of objective.temperature; change the bound, or set "
+            "objective.temperature.initial to a value within the bounds."
         )
     return bounded
 
@@ -224,7 +225,7 @@ class LearnableTemperature(Temperature):
             saved_variable = "log" if self._learns_tau else "tau"
             raise UserError(
                 f"The saved temperature was learned with objective.temperature.variable={saved_variable}, but this run "
-                f"uses {self._config.variable}: set it to {saved_variable}, or start a new run."
+                f"uses {self._config.variable}: set this option to {saved_variable}, or start a new run."
             )
         for name, scalar in self._scalars.items():
             with torch.no_grad():

@@ -26,11 +26,11 @@ def train_bpe(captions: Iterable[str], vocab_size: int, context_length: int) -> 
         UserError: no caption contains text, or `vocab_size` is too small for the 256 bytes, BOS and EOS.
     """
     if vocab_size < _MIN_VOCAB_SIZE:
-        raise UserError(f"A byte-level BPE of {vocab_size} tokens is too small; use at least {_MIN_VOCAB_SIZE}.")
+        raise UserError(f"A byte-level BPE needs at least {_MIN_VOCAB_SIZE} tokens, but vocab_size={vocab_size}.")
     nonempty_captions = (caption for caption in captions if caption.strip())
     first_caption = next(nonempty_captions, None)
     if first_caption is None:
-        raise UserError("No caption has text to train a BPE on; check data.train or model.text.tokenizer.")
+        raise UserError("No caption contains text to train a BPE on; check data.train, or set model.text.tokenizer.")
 
     # The text is normalized, split at spaces, encoded in bytes, and framed by BOS and EOS.
     backend = Tokenizer(models.BPE())

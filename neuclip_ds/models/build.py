@@ -65,7 +65,7 @@ def apply_common_options(model: DualEncoder, config: ModelConfig) -> DualEncoder
     if config.text.packed is True and model.text.pack is None:
         raise UserError(
             "model.text.packed=true needs a causal text tower that reads its feature at one token, without dropout; "
-            f"{type(model.text.trunk).__name__} needs padded captions: omit the option."
+            f"{type(model.text.trunk).__name__} needs padded captions: omit model.text.packed."
         )
     model.text.packed = config.text.packed
     for name in TOWERS:

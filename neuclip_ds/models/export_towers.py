@@ -115,7 +115,7 @@ def _text_with_pooler(towers: TrainedTowers) -> tuple[PreTrainedConfig, dict[str
     )
     if tower.pooling != "cls" or not has_pooler:
         raise UserError(
-            "VisionTextDualEncoderModel pools texts at the first token of encoders with BERT's pooler, and not with "
+            "VisionTextDualEncoderModel can express only model.text.pooling=cls of an encoder with BERT's pooler, not "
             f"model.text.pooling={tower.pooling} of {type(tower.trunk).__name__}: {_ANY_MODEL}."
         )
     width = tower.trunk.config.hidden_size
@@ -257,7 +257,7 @@ def _open_clip_text_encoder(towers: TrainedTowers) -> tuple[dict[str, Any], dict
     elif Path(name).expanduser().exists() or name.count("/") > 1 or name.startswith(("~", ".", "/")):
         problem = f"the text encoder in the folder {Path(name).name}, because its config names encoders on the hub"
     elif tokenizer.pad_token_id is None or tokenizer.pad_token_id != config.pad_token_id:
-        problem = "a tokenizer that pads with another token than config.json names"
+        problem = "a tokenizer whose padding token differs from pad_token_id in config.json"
     if problem:
         raise UserError(f"open_clip cannot express {problem}: {_ANY_MODEL}.")
     names = {_TEXT: "text.transformer.", "text.projection.": "text.proj."}

@@ -8,12 +8,12 @@ from typing import Any
 
 import timm
 import torch
+from huggingface_hub import snapshot_download
 from timm.layers import AttentionPool2d, PatchEmbed, RotAttentionPool2d
 from torch import Tensor, nn
 
 from neuclip_ds.config import Channels, VisionConfig
-from neuclip_ds.errors import UserError, explained
-from neuclip_ds.models.pretrained.files import download
+from neuclip_ds.errors import UserError, counted, explained
 from neuclip_ds.models.towers import VisionTower, new_projection
 
 
@@ -40,7 +40,7 @@ def new_vision_tower(config: VisionConfig, embed_dim: int, weights: Mapping[str,
     if config.projection != "linear":
         raise UserError(
             f"model.vision.projection={config.projection} has no effect on {config.name!r}, whose attention pooling "
-            "projects by itself: omit it."
+            "projects by itself: omit the option."
         )
     trunk.reset_classifier(embed_dim)
     nn.init.zeros_(trunk.head.proj.bias)
@@ -91,7 +91,8 @@ def _create_with_weights(config: VisionConfig, weights: Mapping[str, Tensor]) ->
         except (RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:  # raised by timm's converters
             raise UserError(
                 f"The weights model.vision.pretrained={config.pretrained} do not fit timm's {config.name!r} "
-                f"({str(error).strip().splitlines()[-1].strip()}); choose weights for this model."
+                f"({str(error).strip().splitlines()[-1].strip()}); set model.vision.pretrained to weights of this "
+                "model."
             ) from error
     trunk.pretrained_cfg.pop("state_dict", None)  # it would keep a second copy of the weights
     unchanged = []
@@ -102,8 +103,9 @@ def _create_with_weights(config: VisionConfig, weights: Mapping[str, Tensor]) ->
                 unchanged.append(name)
     if unchanged:
         raise UserError(
-            f"The weights model.vision.pretrained={config.pretrained} lack {len(unchanged)} tensors of timm's "
-            f"{config.name!r} (first {unchanged[0]}); choose weights for this model."
+            f"The weights model.vision.pretrained={config.pretrained} lack {counted(len(unchanged), 'tensor')} of "
+            f"timm's {config.name!r} (first {unchanged[0]}); "
+            "set model.vision.pretrained to weights of this model."
         )
     return trunk
 
@@ -114,17 +116,22 @@ def _checked_width(config: VisionConfig) -> int:
     drop = f", patch_drop={config.patch_drop}" if config.patch_drop else ""
     size = config.resolved_image_size()
     attempt = f"{config.name!r} with model.vision.image_size={size}{drop} and options={config.options}"
-    with explained(f"timm cannot build {attempt}", "correct these options"), torch.device("meta"):
+    with (
+        explained(f"timm cannot build {attempt}", "correct model.vision.options or the image size"),
+        torch.device("meta"),
+    ):
         trial = _create(config).eval()
         _check_size(size, trial)
         feature = trial(torch.empty(2, 3, size, size))
     if any(parameter.ndim == 0 for parameter in trial.parameters()):
         raise UserError(
-            f"{config.name!r} has 0-dimensional parameters, which DeepSpeed does not support; use a different model."
+            f"{config.name!r} has 0-dimensional parameters, which DeepSpeed does not support; set "
+            "model.vision.name to another model."
         )
     if not isinstance(feature, Tensor) or feature.ndim != 2:
         raise UserError(
-            f"{attempt} returns no pooled feature (batch, width); omit the options that change pooling or output."
+            f"{attempt} returns no pooled feature (batch, width); omit the entries of "
+            "model.vision.options that change the pooling or the output."
         )
     return feature.shape[1]
 
@@ -237,14 +244,17 @@ def _download(vision: VisionConfig, pretrained_cfg: Any, option: str) -> Path:
     """Download the weights for a timm tag and return the file's path; `pretrained_cfg` is timm's, if any."""
     tagged = _weights_name(vision)
     if pretrained_cfg is None or tagged == vision.name:
-        tags = [name.partition(".")[2] for name in timm.list_pretrained(f"{vision.name}.*")]
-        raise UserError(
-            f"{option}={vision.pretrained} is neither a file nor a tag of timm's {vision.name}: "
-            f"{', '.join(tags) or 'it has none'}."
-        )
+        tags = ", ".join(name.partition(".")[2] for name in timm.list_pretrained(f"{vision.name}.*"))
+        fix = f"use one of {tags}" if tags else "timm lists no weights of this model"
+        raise UserError(f"{option}={vision.pretrained} is neither a file nor a tag of timm's {vision.name}: {fix}.")
     if not pretrained_cfg.hf_hub_id:
         raise UserError(
-            f"timm's {tagged} is not on the hub; download {pretrained_cfg.url} and set {option} to the file."
+            f"timm's {tagged} is not on the hub; download {pretrained_cfg.url} and set {option} to the downloaded file."
         )
     file = pretrained_cfg.hf_hub_filename or "model.safetensors"
-    return download(pretrained_cfg.hf_hub_id, [file], option) / file
+    with explained(
+        f"{option}={vision.pretrained} is not a local file, and cannot be downloaded from the hub",
+        f"download {file} of {pretrained_cfg.hf_hub_id} on a machine with network access and set {option} to this "
+        "file, or copy the repository into the hub's cache (HF_HOME)",
+    ):
+        return Path(snapshot_download(pretrained_cfg.hf_hub_id, allow_patterns=[file])) / file

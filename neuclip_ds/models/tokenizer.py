@@ -143,7 +143,7 @@ class CaptionTokenizer:
         if closed.eos_id is None:
             raise UserError(
                 f"Tokenizer {tokenizer.name_or_path!r} has neither an EOS nor a SEP token, at which the text tower "
-                "reads its feature; add `eos_token` to its tokenizer_config.json or choose a different tokenizer."
+                "reads its feature; add `eos_token` to its tokenizer_config.json or choose a tokenizer with EOS."
             )
         start_ids = [] if closed.bos_id is None else [closed.bos_id]
         caption_ids = tokenizer("a", add_special_tokens=False)["input_ids"]

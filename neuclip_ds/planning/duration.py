@@ -51,7 +51,7 @@ def read_speed(run: Path, config: Config) -> MeasuredSpeed:
     steps, speeds = series.get("samples_per_second", ([], []))
     if not steps or steps[-1] < FEWEST_STEPS:
         raise UserError(
-            f"--measured={run} has too few steps: measure at least {FEWEST_STEPS} (--max_steps={2 * FEWEST_STEPS} "
+            f"--measured={run} logged too few steps: measure at least {FEWEST_STEPS} (--max_steps={2 * FEWEST_STEPS} "
             "--run.log_every=1)."
         )
     values = np.array(speeds[math.floor(_WARM_UP_SHARE * len(speeds)) :])

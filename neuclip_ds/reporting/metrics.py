@@ -108,7 +108,7 @@ def read_series(run: Path) -> dict[str, Series]:
     """Read the steps and values of each metric of a run; raise `UserError` if the folder contains no metrics."""
     path = run / "metrics.jsonl"
     if not path.is_file():
-        raise UserError(f"{run} has no metrics.jsonl; pass the folder of a run.")
+        raise UserError(f"{run} contains no metrics.jsonl; pass the folder of a run.")
     series: dict[str, Series] = {}
     for record in read_metrics(path):
         for name, value in record.items():

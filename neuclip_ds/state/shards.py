@@ -149,7 +149,7 @@ class ShardFiles:
         if next_row < stop:
             raise UserError(
                 f"{self.folder} lacks rows {next_row} to {stop} of {name} ({kind}): it was written with other data or "
-                "settings, or files are missing; start a new run, or restore the folder."
+                "settings, or files are missing; restore the folder, or start a new run (--run.name)."
             )
         if not pieces:
             return torch.empty(0, device="cpu")
@@ -169,7 +169,7 @@ class ShardFiles:
             if stored != set(table.tensors):
                 raise UserError(
                     f"{self.folder} contains {sorted(stored)}, but this run needs {sorted(table.tensors)}; set "
-                    "objective.method to that of the checkpoint."
+                    "objective.method to the method of the checkpoint."
                 )
             for key, target in table.tensors.items():
                 self._fill(prefix + key, target, table)

@@ -45,7 +45,7 @@ def _check_stored_features(config: Config) -> None:
         verb, pronoun = ("has", "it") if len(changed) == 1 else ("have", "them")
         raise UserError(
             f"{' and '.join(changed)} {verb} no effect without a teacher: set objective.distill.features to the folder "
-            f"of its features, or remove {pronoun}."
+            f"of a teacher's features, or omit {pronoun}."
         )
     if objective.prefixes and config.recovery.epochs:
         raise UserError(
@@ -57,7 +57,8 @@ def _check_stored_features(config: Config) -> None:
     if distill.features is not None and distill.contrastive_weight == 0:
         raise UserError(
             "objective.reference_model has no effect with objective.distill.contrastive_weight=0, because the "
-            "reference is part of the method's loss: remove one of them."
+            "reference is part of the method's loss: omit the option, or "
+            "set objective.distill.contrastive_weight above 0."
         )
     if config.recovery.epochs and config.recovery.loss == "hgcl":
         raise UserError(
@@ -89,7 +90,7 @@ def check_data(saved: Mapping[str, Any], manifest: Manifest) -> None:
     if manifest.content_hash != saved["hash"]:
         raise UserError(
             f"The checkpoint was written with different data (hash {saved['hash']}, now {manifest.content_hash}): pass "
-            "the data that it was trained on, or give the run another name (--run.name)."
+            "the data that the run was trained on, or give the run another name (--run.name)."
         )
 
 
@@ -97,8 +98,8 @@ def check_length(done: int, total: int) -> None:
     """Raise `UserError` if a run has already trained for more steps than its config allows."""
     if done > total:
         raise UserError(
-            f"The run has trained for {done:,} steps, more than the {total:,} of its epochs or max_steps: raise them "
-            "to train further, or give the run another name (--run.name)."
+            f"The run has trained for {done:,} steps, more than the {total:,} that epochs or max_steps allow: raise "
+            "them to train further, or give the run another name (--run.name)."
         )
 
 
@@ -117,7 +118,10 @@ def config_warnings(config: Config, steps: int) -> list[str]:
         is_pretrained = bool(config.model.pretrained) or bool(getattr(config.model, tower).pretrained)
         trained = config.model.trained(tower)
         if trained in ("frozen", "projection") and not is_pretrained:
-            warnings.append(f"model.{tower}.trainable={trained} freezes random weights: start from pretrained weights.")
+            warnings.append(
+                f"model.{tower}.trainable={trained} freezes random weights: set model.pretrained or "
+                f"model.{tower}.pretrained."
+            )
     if optimizer.min_lr > 0 and optimizer.schedule == "constant":
         warnings.append("optimizer.min_lr has no effect with optimizer.schedule=constant; cooldown decays to it.")
     elif optimizer.min_lr > optimizer.lr:

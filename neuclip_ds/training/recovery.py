@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from neuclip_ds.checkpoint.checkpoints import complete_checkpoints, verify_together
@@ -93,7 +94,8 @@ def load_recovered_state(checkpoint: Path, context: RunContext, loss: Contrastiv
         if recovered_optimizer != optimizer:
             raise UserError(
                 f"{checkpoint} contains moments of optimizer.name={recovered_optimizer}, "
-                f"but this run uses {optimizer}: set it back, or pass --recovery.restore='[\"statistics\"]'."
+                f"but this run uses {optimizer}: set optimizer.name={recovered_optimizer}, or pass "
+                "--recovery.restore='[\"statistics\"]'."
             )
         load_moments(checkpoint / STATE, context.engine, context.communicator)
         restored.append("moments")
@@ -111,9 +113,10 @@ def load_recovered_state(checkpoint: Path, context: RunContext, loss: Contrastiv
         recovered_tau = float(files.replicated(OBJECTIVE).get(_TAU, torch.nan))
         tau = float(loss.function.replicated_state().get(_TAU, torch.nan))
         if recovered_tau != tau and not math.isnan(tau):
+            shown = str(np.float32(recovered_tau))  # enough digits to set the same float32 number
             raise UserError(
-                f"{checkpoint} contains u at the temperature {recovered_tau:.6g}, but this run starts at {tau:.6g}: "
-                f"set objective.temperature.initial={recovered_tau:.6g}, or recover again."
+                f"{checkpoint} contains u at the temperature {shown}, but this run starts at {np.float32(tau)!s}: "
+                f"set objective.temperature.initial={shown}, or recover again."
             )
         files.fill({_TABLE: tables[_TABLE]})
         restored.append("statistics")
@@ -126,8 +129,8 @@ def _check_reference(checkpoint: Path, recovered: Mapping[str, Any], data: Mappi
     job = data.get("features", {}).get(REFERENCE)
     if recovered_job != job:
         raise UserError(
-            f"{checkpoint} contains u of a different objective.reference_model: set this option to the features that "
-            "the recovery used, or recover again."
+            f"{checkpoint} contains u of a different objective.reference_model: set this option to the "
+            "folder of features that the recovery used, or recover again."
         )
 
 

@@ -87,8 +87,8 @@ def _check_is_run(folder: Path) -> None:
     checkpoints = complete_checkpoints(folder / "checkpoints") + complete_checkpoints(folder / RECOVERY / "checkpoints")
     if not checkpoints:
         raise UserError(
-            f"{folder} has files but is not the folder of a run, and training could overwrite them. Choose another "
-            "--run.name or --run.output-dir."
+            f"{folder} contains files but is not the folder of a run, and training could overwrite them. Choose "
+            "another --run.name or --run.output-dir."
         )
 
 

@@ -48,7 +48,7 @@ def check_frozen_trunks(config: Config) -> None:
     if len(folders) == len(TOWER_OF_TABLE) and config.model.activation_checkpointing:
         raise UserError(
             "model.activation_checkpointing has no effect with data.image_features and data.text_features, because no "
-            "trunk runs in training: omit it."
+            "trunk runs in training: omit model.activation_checkpointing."
         )
 
 
@@ -105,8 +105,8 @@ def check_trunk_outputs(
         for option, (of_table, of_run, of_embed) in settings.items():
             if of_table != of_run:
                 raise UserError(
-                    f"{table.folder} was computed with {option} {of_table}, but this run uses {of_run}: set the "
-                    f"table's values in this run, or embed the training data with those of this run ({of_embed})."
+                    f"{table.folder} was computed with {option} {of_table}, but this run uses {of_run}: use "
+                    f"the features' values in this run, or embed the data with the values of this run ({of_embed})."
                 )
 
 

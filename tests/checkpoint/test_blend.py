@@ -150,7 +150,7 @@ def test_options_without_effect_are_refused(folder: Path, shards: Path) -> None:
     mistakes = {
         ("evaluate", str(folder / "zero3"), "--target=val", *data): "--target has no effect without --blend",
         ("evaluate", str(folder / "zero3"), "--blend=0,2", *data): "2 is not a number from 0 to 1",
-        ("evaluate", str(folder / "clip"), "--blend=0", *data, out): "is not a run of this project",
+        ("evaluate", str(folder / "clip"), "--blend=0", *data, out): "is not a run of neuclip_ds",
         ("evaluate", str(folder / "zero3"), "--blend=0", "--target=x", *data, out): "--target=x matches 0 tasks",
         ("export", out): "Pass one run, or several runs after --soup",
         ("export", "--soup", str(folder / "lora"), "--blend=0.5", out): "--blend applies to one run",
@@ -175,7 +175,7 @@ def test_a_start_that_is_random_missing_or_replaced_is_refused(folder: Path, sha
     save_siglip(tmp_path / "clip")
     with pytest.raises(
         UserError,
-        match=r"differs from the model .* in its temperature or bias, so it .* restore the original one",
+        match=r"differs from the model .* in its temperature or bias, so it .* restore the original model",
     ):
         export_run(tmp_path / "tuned", "transformers", tmp_path / "out", fraction=0.5)
     shutil.rmtree(tmp_path / "clip")

@@ -18,7 +18,8 @@ def test_a_saved_checkpoint_is_restored_by_the_same_run_only(tmp_path: Path) -> 
     engine, read = PlainEngine(), fresh()
     assert keeper(tmp_path).read(newest, FACTS) == (7, DATA)
     with pytest.raises(
-        UserError, match="seed=0, but this run uses seed=xyz: set seed back, or give the run a different"
+        UserError,
+        match=r"run\.seed=0, but this run uses run\.seed=xyz: use the checkpoint's run\.seed, or give the run",
     ):
         keeper(tmp_path).read(newest, {**FACTS, "seed": "xyz"})
     keeper(tmp_path).load(newest, engine, read)

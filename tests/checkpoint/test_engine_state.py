@@ -179,7 +179,9 @@ def test_loading_with_another_world_size_and_stage_keeps_every_bit(tmp_path: Pat
         assert re.match(r"rank 1 on \S+: .*cannot be read", missing)
         assert "nowhere/index.json" in missing
         assert foreign.startswith("rank 0 on ")
-        assert "0.weight of shape (5, 3), but this run's model has the parameter 0.weight of shape (6, 3)" in foreign
+        assert (
+            "0.weight of shape (5, 3), but this run's model contains the parameter 0.weight of shape (6, 3)" in foreign
+        )
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ def test_the_ranks_of_mpirun_build_one_manifest(folder, tmp_path, ranks):
         again = mpirun(ranks, str(tmp_path / "m"), str(folder))
         assert again.returncode != 0
         assert again.stderr.count("error: ") == 1
-        assert "holds a manifest" in again.stderr
+        assert "contains a manifest" in again.stderr
 
 
 def test_counts_from_side_files_need_no_shards(folder, tmp_path, capsys, caplog):

@@ -102,7 +102,7 @@ def test_a_run_resumes_from_its_config_with_the_state_of_a_custom_loss(runs: Pat
 
 def test_normalizers_of_a_custom_loss_are_not_measured(runs: Path) -> None:
     result = call("train.py", "runs/one/config.yaml", "--run.normalizer_anchors=8", folder=runs, code=2)
-    assert "run.normalizer_anchors=8 measures normalizers, but objective.method=margin has none" in result.stderr
+    assert "run.normalizer_anchors=8 measures normalizers, but objective.method=margin estimates none" in result.stderr
 
 
 def test_plugins_are_named_by_options_and_recipes(

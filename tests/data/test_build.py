@@ -251,7 +251,7 @@ def test_a_shard_that_changes_while_it_is_scanned_is_not_lost(folder, tmp_path):
 
 def test_a_manifest_is_not_overwritten(folder, tmp_path):
     write_manifest(tmp_path / "m", paths_of(folder), Worker())
-    with pytest.raises(UserError, match="holds a manifest"):
+    with pytest.raises(UserError, match="contains a manifest"):
         write_manifest(tmp_path / "m", paths_of(folder), Worker())
 
 

@@ -305,7 +305,7 @@ def edit_embedding(folder: Path, features: Path, **changes: Any) -> Path:
     [
         ({"format": 3}, "format of another version"),
         ({"crops": None, "output": None}, "lacks crops and lacks output: restore it"),
-        ({"dtype": "int8"}, "has the unknown dtype int8"),
+        ({"dtype": "int8"}, "lists the unknown dtype int8"),
         ({"shards": "three"}, "cannot be read"),
         (
             {"model": "another"},
@@ -336,7 +336,7 @@ def test_tables_that_do_not_fit_the_data_are_refused(
         open_table(tmp_path, manifest)
     reordered = from_shards([manifest.shards[number] for number in (1, 0, 2)])
     for other in (reordered, Manifest(manifest.shards[:2])):
-        with pytest.raises(UserError, match=r"computed for other data, or for its shards in a different order"):
+        with pytest.raises(UserError, match=r"computed for other data, or for the shards in a different order"):
             open_table(features, other)
     with pytest.raises(UserError, match=r"set data.captions to the same sources"):
         FeatureTable(find_table(str(features)), manifest, CAPTIONS[::-1])
@@ -361,9 +361,9 @@ def test_a_table_that_changes_during_training_ends_the_run(tmp_path: Path, manif
     (copy / part_name(2)).write_bytes((copy / part_name(2)).read_bytes()[:-100])
     with pytest.raises(UserError, match=r"has changed or is damaged: it was not written by the job"):
         table.rows(torch.tensor([0]))
-    with pytest.raises(UserError, match=r"has changed or is damaged: it has \d+ bytes"):
+    with pytest.raises(UserError, match=r"has changed or is damaged: it is \d+ bytes long"):
         table.rows(torch.tensor([SHARD_SIZES[0]]))
-    with pytest.raises(UserError, match=r"has changed or is damaged: it has \d+ bytes"):
+    with pytest.raises(UserError, match=r"has changed or is damaged: it is \d+ bytes long"):
         table.rows(torch.tensor([15]))
 
 
@@ -388,8 +388,8 @@ def test_a_file_that_is_overwritten_while_it_is_mapped_ends_the_run(
         ({"image": None}, "its image features are missing"),
         ({"index": np.arange(7)}, "its indices are 0 to 6, but those of the shard start at 5"),
         ({"index": np.array([5, 6, 8, 7, 9, 10, 11])}, "not in ascending order"),
-        ({"first_caption": None}, "does not say which captions"),
-        ({"samples": 8}, "is for shard 1 with 8 samples, not for shard 1 with 7"),
+        ({"first_caption": None}, "does not list which captions"),
+        ({"samples": 8}, "belongs to shard 1 with 8 samples, not to shard 1 with 7"),
     ],
 )
 def test_a_part_of_the_wrong_shape_or_order_is_refused(
@@ -421,7 +421,7 @@ def test_a_run_resumes_only_with_the_same_features(
     assert same.record() == data.record()
     other = tmp_path / "other"
     write(other, manifest, crops=2, crop_scale=0.5, seed=7, captions=CAPTIONS, all_captions=True, model="another")
-    with pytest.raises(UserError, match="no longer contains the features of the start of the run"):
+    with pytest.raises(UserError, match="no longer contains the features with which the run started"):
         open_training(shards, other, tmp_path / "changed", Communicator(), meta=meta)
 
 
@@ -432,5 +432,5 @@ def test_crops_must_be_those_of_training(tmp_path: Path, manifest: Manifest, fea
     assert random_crops({"a": fixed}, 0.9, 0) == 0
     assert random_crops({"a": fixed, "b": table}, 0.5, 7) == 2
     for crop_scale, seed in ((0.9, 7), (0.5, 0)):
-        with pytest.raises(UserError, match="set these options to the values of the crops"):
+        with pytest.raises(UserError, match="set both options to the values of the stored crops"):
             random_crops({"a": table}, crop_scale, seed)

@@ -190,7 +190,7 @@ def test_headers_are_walked_once_a_node(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"n": 6}, r"00000.tar has 5 samples, but the manifest lists 6: .*side file.*Build the manifest again"),
+        ({"n": 6}, r"00000.tar contains 5 samples, but the manifest lists 6: .*side file.*Build the manifest again"),
         ({"bytes": 999_936}, r"00000.tar cannot be fetched: .* bytes arrived, expected .*build the manifest again"),
     ],
 )

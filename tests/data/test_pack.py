@@ -467,7 +467,7 @@ def test_pairs_that_are_not_in_shards_are_refused_with_the_command_that_packs_th
         path.write_bytes(b"")
     with pytest.raises(UserError, match=rf"neuclip-ds pack {tmp_path}/{name} OUT"):
         resolve_shards(str(tmp_path / name))
-    with pytest.raises(UserError, match="has 1 images, but neither"):
+    with pytest.raises(UserError, match="contains 1 image, but neither"):
         open_table(str(tmp_path / "folder"))
 
 

@@ -102,10 +102,10 @@ def test_a_shard_that_is_not_the_manifests_is_refused(tmp_path):
     write_pairs(tmp_path, [3])
     manifest = manifest_of(tmp_path)
     write_pairs(tmp_path, [2])
-    with pytest.raises(UserError, match=r"00000.tar has \d+ bytes, but the manifest lists \d+"):
+    with pytest.raises(UserError, match=r"00000.tar is \d+ bytes long, but the manifest lists \d+"):
         TarReader(manifest).read(0)
     same_size = Manifest([replace(manifest.shards[0], bytes=(tmp_path / "00000.tar").stat().st_size)])
-    with pytest.raises(UserError, match=r"00000.tar has 2 samples, but the manifest lists 3"):
+    with pytest.raises(UserError, match=r"00000.tar contains 2 samples, but the manifest lists 3"):
         TarReader(same_size).read(0)
 
 
@@ -166,7 +166,7 @@ def test_a_manifest_without_a_member_is_refused_where_it_is_opened(tmp_path: Pat
     with process_pool(1) as pool:
         write_manifest(tmp_path / "m", paths, pool, ScanOptions(checksum=True))
     options = ScanOptions(captions=("txt", "syn.txt"))
-    with pytest.raises(UserError, match=r"has no offsets of syn\.txt members.* --captions txt syn\.txt"):
+    with pytest.raises(UserError, match=r"does not list syn\.txt members.* --captions txt syn\.txt"):
         open_manifest(str(tmp_path / "m"), tmp_path, options=options)
     assert open_manifest(str(tmp_path / "shards"), tmp_path / "cache", processes=1, options=options).n == 4
 

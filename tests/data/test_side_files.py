@@ -104,7 +104,7 @@ def test_no_shard_is_read_from_a_bucket(bucket: Files, local: Path, tmp_path: Pa
         ("local", "00000_stats.json", b"[3]", 'it is not JSON with "successes"'),
         ("http", "00000_stats.json", b'{"successes": "3"}', "\"successes\" is '3'"),
         ("local", "00000_stats.json", b'{"successes": -1}', '"successes" is -1'),
-        ("local", "00000_stats.json", b'{"successes": 999999}', "lists 999999 samples, but the shard has only"),
+        ("local", "00000_stats.json", b'{"successes": 999999}', "lists 999999 samples, but the shard is only"),
         ("local", "00002.parquet", b"PAR1", "00002.parquet: it is not a parquet file"),
         ("http", "00002.parquet", b"PAR1" * 9, "00002.parquet: it is not a parquet file"),
         (

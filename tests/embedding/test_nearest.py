@@ -154,7 +154,7 @@ def test_files_of_a_folder_are_images_with_captions_in_text_files(tmp_path: Path
     features = encoded(collection)
     assert features.images.index.tolist() == [0, 1, 2]
     assert features.captions.index.tolist() == [0, 2]
-    with pytest.raises(UserError, match="neither tar shards nor images"):
+    with pytest.raises(UserError, match="contains neither tar shards nor images"):
         FolderImages(tmp_path / "pictures" / "none", ["txt"])
 
 

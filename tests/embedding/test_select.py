@@ -86,7 +86,7 @@ def test_only_uids_in_every_other_list_are_kept(tmp_path: Path, pool: Path) -> N
         ("similarity", Rule(), "uid", "has no column similarity: choose --column from uid, score, words"),
         ("words", Rule(minimum=0.0), "uid", "choose another --column"),
         ("score", Rule(minimum=2.0), "uid", "None of 8 samples is kept"),
-        ("score", Rule(minimum=0.0), "words", "has a uid of 32 hex digits: pass its column"),
+        ("score", Rule(minimum=0.0), "words", "has a uid of 32 hex digits: pass the column of uids"),
     ],
 )
 def test_a_wrong_column_or_an_empty_selection_is_an_error(

@@ -256,7 +256,7 @@ def test_an_incomplete_sample_is_named_on_all_ranks(
 def test_a_set_without_samples_is_an_error(tmp_path: Path, run_ranks: Any) -> None:
     with pytest.raises(UserError, match=r"data\.val"):
         run_ranks(1, lambda rank: retrieval(identity, [], rank))
-    with pytest.raises(UserError, match="has no sample"):
+    with pytest.raises(UserError, match="contains no sample"):
         measure_captions(run_ranks, write_shards(tmp_path, []), 2)
 
 

@@ -325,7 +325,7 @@ def test_a_folder_without_two_folders_of_images_is_not_an_image_folder(tmp_path:
 def test_names_and_templates_that_do_not_fit_an_image_folder_are_errors(tmp_path: Path) -> None:
     folder = write(tmp_path, ["a/1.jpg", "b/2.jpg"])
     (folder / "classnames.txt").write_text("a\nb\nc\n")
-    with pytest.raises(UserError, match="has 3 names for 2 folders of images"):
+    with pytest.raises(UserError, match="contains 3 names for 2 folders of images"):
         open_labeled(folder)
     (folder / "classnames.txt").write_text("cat\ndog\n")
     (folder / "zeroshot_classification_templates.txt").write_text("a photo\n")
@@ -377,7 +377,7 @@ def test_all_rows_of_an_image_are_its_captions(tmp_path: Path) -> None:
 def test_tables_without_the_columns_or_an_image_and_other_sets_are_errors(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("where,what\n1,2\n")
     with pytest.raises(
-        UserError, match=r"a\.csv has no column of images .*; its columns are where, what: rename one of them"
+        UserError, match=r"a\.csv has no column of images .*; its columns are where, what: rename one of these columns"
     ):
         open_set(tmp_path / "a.csv")
     (tmp_path / "b.csv").write_text("image,caption\nx.jpg,one\n ,two\n")

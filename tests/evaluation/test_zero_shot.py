@@ -146,5 +146,5 @@ def test_an_unusable_sample_is_named_on_all_ranks(tmp_path, run_ranks, label, sc
 
 
 def test_an_empty_set_is_refused_on_all_ranks(tmp_path, run_ranks):
-    with pytest.raises(UserError, match="has no image"):
+    with pytest.raises(UserError, match="contains no image"):
         measure(run_ranks, write_set(tmp_path / "set", []), 2)

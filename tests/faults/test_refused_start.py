@@ -42,7 +42,10 @@ def trained(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 REFUSED = {
-    "method": (["--objective.method=openclip"], "method=fastclip_v3, but this run uses method=openclip"),
+    "method": (
+        ["--objective.method=openclip"],
+        "objective.method=fastclip_v3, but this run uses objective.method=openclip",
+    ),
     "two ranks": (["--model.text.width=24"], "model.text.width=16, but this run uses model.text.width=24"),
     "same shapes": (["--model.text.heads=4"], "model.text.heads=2, but this run uses model.text.heads=4"),
     "trained parts": (["--model.vision.trainable=0"], "model.vision.trainable=all"),

@@ -217,16 +217,16 @@ MISUSE: list[tuple[dict[str, Any], str]] = [
     ({"text_features": torch.full((4, DIM), torch.nan)}, "text_features must have rows of norm 1"),
     (
         {"text_features": torch.eye(4)},
-        r"text_features is torch.float32 \(4, 4\), but must be a floating-point tensor of shape \(4, 6\)",
+        r"text_features has dtype torch.float32 and shape \(4, 4\), but must be a .* of shape \(4, 6\)",
     ),
     ({"index": torch.tensor([0, 1, 2, SAMPLES])}, rf"index 1000 is outside \[0, {SAMPLES}\)"),
     ({"index": torch.tensor([0, 1, 2, -1])}, "index -1 is outside"),
-    ({"index": torch.arange(3)}, r"index is torch.int64 \(3,\), but must be one integer per row"),
-    ({"index": torch.arange(4.0)}, "index is torch.float32"),
+    ({"index": torch.arange(3)}, r"index has dtype torch.int64 and shape \(3,\), but must be"),
+    ({"index": torch.arange(4.0)}, "index has dtype torch.float32"),
     ({"index": [0, 1, 2, 3]}, r"index is a list, but must be a tensor: pass torch.as_tensor\(index\)"),
     ({"index": torch.arange(4).numpy()}, "index is a ndarray, but must be a tensor"),
     ({"index": None}, "index is missing: fastclip_v3 keeps state of each sample"),
-    ({"valid": torch.ones(4)}, "must be one bool per row"),
+    ({"valid": torch.ones(4)}, "valid has dtype torch.float32"),
 ]
 
 
@@ -346,7 +346,7 @@ def test_the_state_of_another_loss_is_refused(saved: ContrastiveLoss, message: s
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_backward_pass_does_not_repeat_the_loss(use_reentrant: bool) -> None:
     loss = checkpoint(loss_of("openclip"), *features(0), use_reentrant=use_reentrant)
-    with pytest.raises(RuntimeError, match="keep it out of activation checkpointing"):
+    with pytest.raises(RuntimeError, match="outside of activation checkpointing"):
         loss.backward()
 
 

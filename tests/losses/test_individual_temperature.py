@@ -95,5 +95,5 @@ def test_temperatures_stay_within_their_bounds() -> None:
 
 @pytest.mark.parametrize("option", [{"schedule": "third_below_0.03"}, {"optimizer": "lion"}])
 def test_options_of_one_temperature_are_refused(option: dict[str, str]) -> None:
-    with pytest.raises(UserError, match="individual ones take"):
+    with pytest.raises(UserError, match="for individual temperatures, set this option to"):
         isogclr("paper", **option)

@@ -178,7 +178,7 @@ def test_hours_follow_from_a_measured_run(
     assert hours[4][0] == pytest.approx(hours[2][0] / 2, rel=0.01)
     assert hours[4][1] > hours[2][1] / 2, "with the time of communication"
     for folder, others, words in (
-        ("few", options, "too few steps"),
+        ("few", options, "logged too few steps"),
         ("other", [*options, "--model.embed_dim=64"], "the same model"),
     ):
         unusable = write_measured(tmp_path / folder, 10, others)

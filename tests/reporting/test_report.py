@@ -165,5 +165,5 @@ def test_the_spikes_of_a_long_run_are_shown(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_metrics_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"has no metrics\.jsonl"):
+    with pytest.raises(UserError, match=r"contains no metrics\.jsonl"):
         write_report(tmp_path)

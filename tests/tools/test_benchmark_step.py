@@ -75,7 +75,7 @@ def test_ratios_pair_the_turns_in_which_both_programs_ran(tmp_path: Path) -> Non
     slow = Measured(source="noise", program="peer", ranks=1, rows=8, speeds={1: 10.0, 2: 60.0}, problem="time limit")
     other = Measured(source="noise", program="peer", ranks=2, rows=8, problem="no compiler")
     head, *rows = rows_of_table([fast, slow, other], ["here"], "launches")
-    assert [dict(zip(head, row, strict=True))["here / it"] for row in rows] == ["1.00", "2.25", "-"]
+    assert [dict(zip(head, row, strict=True))["here / this row"] for row in rows] == ["1.00", "2.25", "-"]
     assert dict(zip(head, rows[0], strict=True))["launches"] == "7"
     assert "not run: no compiler" in rows[2]
     write_csv(tmp_path / "speeds.csv", ["today"], [head, *rows])

@@ -73,7 +73,7 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("mine")
     refused = train(tmp_path / "runs", shards, 1, code=2)
-    assert f"{folder} has files but is not the folder of a run" in refused.stderr
+    assert f"{folder} contains files but is not the folder of a run" in refused.stderr
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert len(files) == 4 and all(path.read_text() == "mine" for path in files)
 

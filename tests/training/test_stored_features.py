@@ -186,7 +186,7 @@ def test_a_run_resumes_bit_identically_and_with_the_same_features_only(workspace
         ((*options, *REFERENCE_AND_TEACHER[1:]), r"objective\.reference_model=a folder, but this run uses .*=None"),
         (
             (*options, "objective.reference_model=other", *REFERENCE_AND_TEACHER[1:]),
-            "no longer contains the features of the start of the run",
+            "no longer contains the features with which the run started",
         ),
     ):
         with pytest.raises(UserError, match=message):

@@ -220,8 +220,10 @@ def _listing(folder: Path, prefix: str, delimiter: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder whose subfolders are the buckets")
-    parser.add_argument("--latency-ms", type=float, default=50, help="milliseconds before each answer (50)")
-    parser.add_argument("--bandwidth-mb", type=float, default=0, help="MB/s of all connections together (0: no limit)")
+    parser.add_argument("--latency-ms", type=float, default=50, help="milliseconds before each answer (default: 50)")
+    parser.add_argument(
+        "--bandwidth-mb", type=float, default=0, help="MB/s of all connections together (default: 0, no limit)"
+    )
     options = parser.parse_args()
     server = _Server(options.folder, options.latency_ms / 1e3, _Link(options.bandwidth_mb * 1e6))
     print(f"http://127.0.0.1:{server.server_port}", flush=True)

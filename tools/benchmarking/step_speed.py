@@ -57,7 +57,7 @@ def samples_per_second(folder: Path, tag: str, warmup: int, batch: int) -> float
     points = events.Scalars(tag) if tag in events.Tags()["scalars"] else []
     counted = [point for point in points if point.step >= warmup]
     if len(counted) < 2:
-        raise UserError(f"{folder} has fewer than two points of {tag} from step {warmup} on; run more steps.")
+        raise UserError(f"{folder} contains fewer than two points of {tag} from step {warmup} on; run more steps.")
     first = counted[0]
     last = counted[-1]
     return float((last.step - first.step) * batch / (last.wall_time - first.wall_time))
@@ -74,7 +74,7 @@ def rows_of_table(measured: Sequence[Measured], references: Sequence[str], launc
         launches: name of the last column.
     """
     head = ["input", "program", "ranks", "pairs per rank", "samples/s", "lowest", "highest"]
-    head += [f"{name} / it" for name in references]
+    head += [f"{name} / this row" for name in references]
     rows = [[*head, launches]]
     by_name = {(*entry.group, entry.program): entry for entry in measured}
     for entry in measured:

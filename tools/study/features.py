@@ -157,7 +157,7 @@ def tars_in(folder: Path) -> list[str]:
     """Return the paths of the shards in a folder; raise UserError if it contains none."""
     shards = sorted(str(path) for path in folder.glob("*.tar"))
     if not shards:
-        raise UserError(f"{folder} has no tar files; pass a folder with shards in train/ and val/.")
+        raise UserError(f"{folder} contains no tar files; pass a folder with shards in train/ and val/.")
     return shards
 
 

@@ -24,8 +24,8 @@ _NUMPY_SCALARS = (np.bool_, np.int32, np.int64, np.float32, np.float64)
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file; raise UserError if the file is missing or does not contain one."""
     if not path.is_file():
-        raise UserError(f"{path.parent} has no {path.name}; put the checkpoint's file there.")
-    with explained(f"{path} is not valid JSON or not an object", "put the checkpoint's file there"):
+        raise UserError(f"{path.parent} contains no {path.name}; put the checkpoint's file there.")
+    with explained(f"{path} is not valid JSON or not an object", "replace it with the checkpoint's file"):
         return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
@@ -39,7 +39,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         UserError: the file is missing or corrupt, contains code, or does not contain a state dict.
     """
     if not path.is_file():
-        raise UserError(f"The weights file {path} does not exist; put it there, or correct the path.")
+        raise UserError(f"The weights file {path} does not exist; put the file there, or correct the path.")
     with explained(
         f"The weights file {path} cannot be read as plain tensors", "use a safetensors file or a plain state dict"
     ):

@@ -74,6 +74,6 @@ def _library_of(folder: Path) -> str:
     if (folder / open_clip_models.CONFIG_FILE).is_file():
         return "open_clip"
     raise UserError(
-        f"{folder} has no model that can be loaded: it needs the config.json of a transformers model of type "
+        f"{folder} contains no model that can be loaded: it needs the config.json of a transformers model of type "
         f"{', '.join(transformers_models.MODEL_TYPES)}, or open_clip's {open_clip_models.CONFIG_FILE}."
     )

@@ -83,7 +83,7 @@ def locate_by_name(name: str, weights: bool) -> CheckpointRef:
             tags = ", ".join(open_clip.list_pretrained_tags_by_model(architecture))
             raise UserError(
                 f"model.pretrained=open_clip:{name} names neither a file nor one of open_clip's weights for "
-                f"{architecture}: {tags or 'it has none'}."
+                f"{architecture}: {f'use one of {tags}' if tags else 'open_clip lists no weights for it'}."
             )
         return CheckpointRef("open_clip", str(path.resolve()), f"{architecture}/")
     trained_with_quick_gelu = bool(tag_config.get("quick_gelu", False))
@@ -182,7 +182,7 @@ class OpenClipCheckpoint(ModelSource):
         path = Path(self._ref.path)
         weights = first_file(path, _WEIGHTS) if path.is_dir() else path
         if not self._ref.path or weights is None:
-            raise UserError(f"{self._where} has no weights; put {_WEIGHTS[0]} there.")
+            raise UserError(f"{self._where} contains no weights; put {_WEIGHTS[0]} there.")
         tensors = import_open_clip().model.convert_to_custom_text_state_dict(read_tensors(weights))
         logits = read_logit_parameters(tensors)
         model = architecture(self._model_config, self._where)
@@ -262,7 +262,10 @@ def _set_timm_image_size(visual: Any, vision_config: Mapping[str, Any]) -> None:
     if own_size in (None, size):
         return
     if not hasattr(visual.trunk, "set_input_size"):
-        raise UserError(f"model.vision.image_size={size} does not fit timm's {name!r}, which takes only {own_size}.")
+        raise UserError(
+            f"model.vision.image_size={size} does not fit timm's {name!r}, which takes only images of {own_size} "
+            "pixels."
+        )
     if isinstance(getattr(visual.trunk, "patch_embed", None), PatchEmbed):
         check_patches(size, visual.trunk.patch_embed.patch_size[0])
     visual.set_input_size(size)

@@ -126,8 +126,8 @@ class TextEncoderTokenizer:
             self._last_id = tokenizer.sep_token_id if eos_id is None else eos_id
             if self._last_id is None:
                 raise UserError(
-                    f"Tokenizer {tokenizer.name_or_path!r} has no EOS or SEP token, at which `eos` pools: choose "
-                    "another pooling."
+                    f"Tokenizer {tokenizer.name_or_path!r} has no EOS or SEP token, at which `eos` pools: set the "
+                    "pooling to cls, last or mean."
                 )
 
     def __call__(self, captions: list[str]) -> Tensor:
@@ -266,7 +266,7 @@ def _read_pooling(folder: Path, option: str) -> Pooling:
         return saved
     modules = folder / "modules.json"
     if not modules.is_file():
-        raise UserError(f"{folder} has no modules.json of sentence-transformers, which gives the pooling: {fix}.")
+        raise UserError(f"{folder} contains no modules.json of sentence-transformers, which names the pooling: {fix}.")
     with explained(f"The pooling in {modules} cannot be read", fix):
         config: dict[str, Any] = {}
         for module in json.loads(modules.read_text(encoding="utf-8")):
@@ -288,12 +288,14 @@ def _read_config(folder: Path) -> tuple[Any, Any]:
     """Return an encoder's config and the class of transformers that builds it, without a decoder."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     if hasattr(config, "vision_config"):
-        raise UserError(f"{folder} encodes images too: omit hf:, or pass it as model.pretrained.")
+        raise UserError(
+            f"{folder} encodes images too: omit `hf:` from the name, or set model.pretrained to the folder."
+        )
     has_text_encoder = type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING
     if config.is_encoder_decoder and not has_text_encoder:
         raise UserError(
             f"{folder} contains an encoder and a decoder, and transformers cannot load its encoder separately: use a "
-            "model that is only an encoder."
+            "text encoder without a decoder."
         )
     return config, AutoModelForTextEncoding if has_text_encoder else AutoModel
 
@@ -309,7 +311,7 @@ def _new_trunk(folder: Path) -> Any:
 def _load_trunk(folder: Path) -> Any:
     """Load the encoder, without the decoder of an encoder-decoder model and without BERT's pooler."""
     if first_file(folder, WEIGHTS) is None:
-        raise UserError(f"{folder} has no weights; put {WEIGHTS[0]} (or pytorch_model.bin) there.")
+        raise UserError(f"{folder} contains no weights; put {WEIGHTS[0]} (or pytorch_model.bin) there.")
     refuse_adapter(folder)
     logging.disable_progress_bar()  # one bar per rank would flood the log
     with explained(f"transformers cannot load a text encoder from {folder}", "choose another model"):

@@ -155,10 +155,10 @@ class TransformersCheckpoint(ModelSource):
 
     def load(self, tokenizer: Any = None) -> LoadedModel:
         if first_file(self._folder, WEIGHTS) is None:
-            raise UserError(f"{self._folder} has no weights; put {WEIGHTS[0]} (or pytorch_model.bin) there.")
+            raise UserError(f"{self._folder} contains no weights; put {WEIGHTS[0]} (or pytorch_model.bin) there.")
         refuse_adapter(self._folder)
         logging.disable_progress_bar()  # one bar per rank would flood the log
-        with explained(f"transformers cannot read the weights in {self._folder}", "put the model's file there"):
+        with explained(f"transformers cannot read the weights in {self._folder}", "download the model's weights again"):
             model, info = self._model_type.model_class.from_pretrained(
                 self._folder,
                 config=self._original_config,

@@ -125,7 +125,7 @@ class CopyRun(Hook):
             return
         try:
             output, _ = self._push.communicate(timeout=timeout)
-            reason = output.strip() or "its process was killed"
+            reason = output.strip() or "its process ended without a message"
         except subprocess.TimeoutExpired:
             self._push.kill()
             reason = f"it took more than {time.monotonic() - self._started_at:.0f} s"
@@ -178,7 +178,7 @@ def _restore_folder(url: str, communicator: Communicator, folder: Path) -> bool:
     if not remote_names and not records:
         return bool(local_names)  # the run itself chooses among its local checkpoints
     newest_local = max(local_names, default="")
-    problem = f"the copy in {url} has records but no complete checkpoint"
+    problem = f"the copy in {url} contains records but no complete checkpoint"
     for name in sorted({*local_names, *remote_names}, reverse=True):
         if name in local_names:
             try:
@@ -196,7 +196,8 @@ def _restore_folder(url: str, communicator: Communicator, folder: Path) -> bool:
             problem = remote_problem
     raise UserError(
         f"No checkpoint of this run is intact, neither in {folder} nor in its copy {url} ({problem.rstrip('.')}). "
-        "Restore one, start a new run under a new --run.name, or delete both folders to start again at step 0."
+        "Restore a checkpoint from a backup, start a new run under a new --run.name, or delete both folders to start "
+        "again at step 0."
     )
 
 

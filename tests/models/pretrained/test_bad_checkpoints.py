@@ -56,7 +56,10 @@ def refusal(folder: Path) -> str:
         ),
         ("open_clip:ViT-H-14-quickgelu/dfn5b", "open_clip:ViT-H-14-quickgelu/FILE"),
         ("open_clip:ViT-B-32/openai", "use open_clip:ViT-B-32-quickgelu/openai"),
-        ("open_clip:ViT-B-32/imagenet", "names neither a file nor one of open_clip's weights for ViT-B-32: openai"),
+        (
+            "open_clip:ViT-B-32/imagenet",
+            "names neither a file nor one of open_clip's weights for ViT-B-32: use one of openai",
+        ),
     ],
 )
 def test_a_name_that_cannot_be_located_without_network_is_explained(name: str, words: str) -> None:
@@ -92,7 +95,7 @@ SIZE = len(clip_tokenizer())
 # name -> family, the damage to its files, and words in the error message
 DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "config is no JSON": ("clip", lambda folder: (folder / "config.json").write_text("{"), "is not valid JSON"),
-    "no processor": ("clip", without(PROCESSOR), f"has no {PROCESSOR}; put the checkpoint's file there"),
+    "no processor": ("clip", without(PROCESSOR), f"contains no {PROCESSOR}; put the checkpoint's file there"),
     "no mean": ("clip", config(lambda tree: tree.pop("image_mean"), PROCESSOR), "contains no image_mean and image_std"),
     "foreign tokenizer": (
         "siglip",
@@ -117,14 +120,18 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
         config(lambda tree: tree["text_config"].update(vocab_size=SIZE - 1)),
         f"has ids up to {SIZE - 1}, but the model's vocabulary ends at {SIZE - 2}",
     ),
-    "no weights": ("clip", without("model.safetensors"), "has no weights; put model.safetensors"),
+    "no weights": ("clip", without("model.safetensors"), "contains no weights; put model.safetensors"),
     "left-over adapter": (
         "clip",
         lambda folder: (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}'),
         "merge it with peft's merge_and_unload and save the result, or remove the adapter's files",
     ),
     "other width": ("clip", config(lambda tree: tree.update(projection_dim=24)), "2 tensors are of the wrong shape"),
-    "no weights of open_clip": ("open_clip", without(OPEN_CLIP_FILE), f"has no weights; put {OPEN_CLIP_FILE} there"),
+    "no weights of open_clip": (
+        "open_clip",
+        without(OPEN_CLIP_FILE),
+        f"contains no weights; put {OPEN_CLIP_FILE} there",
+    ),
     "weights left over": (
         "open_clip",
         lambda folder: edit_weights(folder / OPEN_CLIP_FILE, lambda tensors: tensors.update(extra=torch.zeros(2))),

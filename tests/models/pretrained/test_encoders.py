@@ -200,7 +200,7 @@ def with_foreign_code(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (without_weights, "has no weights"),
+        (without_weights, "contains no weights"),
         (with_weights_of_another_model, r"tensors are missing"),
         (with_foreign_code, "transformers cannot load a text encoder"),
     ],
