@@ -9,8 +9,8 @@ The work of a step and all its collectives are counted on one simulated rank (st
 The kinds of work are those of `step_costs.Work`. Skew is the wait for the slowest rank as a fraction of the busy time.
 If a collective can overlap computation, only its excess over this computation is exposed. The peak rates come from the
 vendors' data sheets. The program prints ranges, because the fraction of a peak rate that training reaches is assumed:
-the slow end of a range uses the fraction that published programs reached, and the fast end uses the fraction that we
-aim for.
+the slow end of a range uses rates near the slow end of those that published step times imply, and the fast end uses the
+rates that we aim for.
 
 Example:
   python tools/cost_model.py dfn192m_neuclip --methods openclip_reference openclip neuclip --nodes 1 8 64 --rows 640
@@ -72,7 +72,8 @@ class Network:
     bandwidth: float  # bandwidth of all of a node's adapters together
 
 
-# published programs: 13 % of the peak while the towers compute; bandwidths include the wait for other ranks
+# near the slow end of published_rates.csv: 13 % of the peak while the towers compute; bandwidths include the wait for
+# other ranks
 SLOW_COMPUTE = Compute(overhead=0.12, tower_rate=0.13 * _TOWER_FLOPS, loading_rate=570)
 SLOW_NETWORK = Network(inner_bandwidth=8e9, bandwidth=2e9)
 # the aim: the towers reach 40 % of the peak, a link 80 %, and the loader is never waited for

@@ -190,7 +190,7 @@ def memory() -> str:
 
 
 def many_nodes() -> str:
-    """Estimated steps and traffic on several nodes."""
+    """Estimated step times and traffic on several nodes."""
     file = read_data("many_nodes")
     rows: list[list[str]] = []
     for row in file.rows:

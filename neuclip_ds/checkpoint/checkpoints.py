@@ -29,6 +29,7 @@ from neuclip_ds.checkpoint.integrity import (
     SaveFailed,
     explain_failure,
     is_complete,
+    problem_of,
     read_meta,
     read_sealed,
     sealed,
@@ -160,7 +161,7 @@ class Checkpoints:
                 verify_together(path, self._communicator)
                 return path
             except UserError as error:
-                problem = str(error)
+                problem = problem_of(error)
             if self._communicator.rank == 0:
                 log.warning("%s is not used: %s", name, problem)
         if problem is not None:

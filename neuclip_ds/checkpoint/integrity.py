@@ -79,6 +79,11 @@ def read_sealed(path: Path, fix: str = _FIX) -> dict[str, Any]:
     return content
 
 
+def problem_of(error: Exception) -> str:
+    """Return an error's message without the advice of `DamagedCheckpoint`, for callers that try another checkpoint."""
+    return str(error).removesuffix(f" {_FIX}.")
+
+
 def read_meta(path: Path) -> dict[str, Any]:
     """Read a checkpoint's meta.json (`step`, `facts`, `data`, `files`); raise `DamagedCheckpoint` if it is damaged."""
     meta = read_sealed(path / META)

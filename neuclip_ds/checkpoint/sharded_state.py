@@ -63,7 +63,7 @@ class StateFiles(ShardFiles):
         """
         averaged = {name for name in self.shapes if average and AVERAGE in self.kinds(name)}
         if average and not averaged:
-            raise UserError(f"{self.folder} holds no average of the weights: train with ema.decay, or omit --ema.")
+            raise UserError(f"{self.folder} contains no average of the weights: train with ema.decay, or omit --ema.")
         parameters = {}
         for name, shape in self.shapes.items():
             kind = AVERAGE if name in averaged else WEIGHT

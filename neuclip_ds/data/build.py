@@ -113,13 +113,14 @@ def open_manifest(
 
 
 def _load_stored(folder: Path) -> Manifest | None:
-    """Return the manifest that an earlier launch stored, or None if it does not exist or is damaged."""
+    """Return the manifest that an earlier launch stored, or None if it does not exist or cannot be used."""
     if not is_manifest(folder):
         return None
     try:
         return load_manifest(folder)
     except UserError as error:
-        log.warning("the stored manifest is damaged, so it is built again: %s", error)
+        log.warning("rebuilding the manifest in %s, because it cannot be used; you need not do anything", folder)
+        log.debug("%s", error)
         return None
 
 

@@ -1,7 +1,7 @@
 """Pack tables of image-caption pairs into tar shards; neuclip_ds/cli/pack.py describes the columns of the tables.
 
     OUT/00000.tar       samples 000000000.jpg (or png, webp), .txt (or syn.txt ...), .json; the key is the row number
-    OUT/broken.jsonl    rows that could not be used, each with the reason
+    OUT/broken.jsonl    rows that could not be used, each with its number (from 0, without the header) and the reason
     OUT/retry.jsonl     the rows whose images could not be fetched because the storage failed: a table to pack later
 
 Rows with the same image path or bytes become one sample, because separate samples would be negatives of each other. The
@@ -75,9 +75,9 @@ class Packed:
 
 def choose_columns(table: PairTable, image: str | None = None, captions: Sequence[str] = ()) -> Columns:
     """Return the columns to pack, found by name by default; each of `captions` is MEMBER=COLUMN, or COLUMN for txt."""
-    image = image or table.find_column(IMAGE_COLUMNS, "images", "pass the name of the column with --image")
+    image = image or table.find_column(IMAGE_COLUMNS, "image", "pass the name of the column with --image")
     captions = captions or [
-        table.find_column(CAPTION_COLUMNS, "captions", "pass the name of the column with --captions")
+        table.find_column(CAPTION_COLUMNS, "caption", "pass the name of the column with --captions")
     ]
     by_member = {}
     for text in captions:

@@ -86,13 +86,16 @@ class PairTable:
                         yield Row(folder, cells)
 
     def find_column(self, usual: Sequence[str], what: str, advice: str) -> str:
-        """Return the first column in `usual` that exists, ignoring case; raise UserError with `advice` if none does."""
+        """Return the first column in `usual` that exists, ignoring case; raise UserError with `advice` if none does.
+
+        `what` is the content of the column: `image` or `caption`.
+        """
         by_lowercase_name = {column.lower(): column for column in reversed(self.data.schema.names)}
         for name in usual:
             if name in by_lowercase_name:
                 return by_lowercase_name[name]
         raise UserError(
-            f"{self.name} has no column of {what} with a usual name ({', '.join(usual)}); its columns are "
+            f"{self.name} has no {what} column with a recognized name ({', '.join(usual)}); its columns are "
             f"{', '.join(self.data.schema.names)}: {advice}."
         )
 

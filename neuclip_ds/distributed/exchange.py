@@ -68,9 +68,8 @@ def error_as_object(error: UserError) -> dict[str, Any]:
 def error_from_object(described: dict[str, Any]) -> UserError:
     """Return an error with the message of another rank's error.
 
-    Its class is the nearest base class of the other rank's error that this process has imported and that, like
-    `UserError`, is constructed from the message alone. No module is imported only because another rank's message names
-    it.
+    Its class is that of the other rank's error or its nearest base class that this process has already imported and
+    whose constructor, like `UserError`'s, takes only the message. A message from another rank never causes an import.
     """
     imported = {_full_name(error_class): error_class for error_class in _with_subclasses(UserError)}
     for name in described["classes"]:

@@ -81,17 +81,17 @@ class CollectionFeatures:
 
 
 class SearchableModel:
-    """A model and its features of a collection.
+    """A model with its features of a collection's images and captions; encodes queries and classifies images.
 
     Attributes:
-        name: name to show.
+        name: display name.
         features: features of the collection.
     """
 
     def __init__(self, name: str, encoders: FeatureEncoders, temperature: float, features: CollectionFeatures) -> None:
         """
         Args:
-            name: name to show.
+            name: display name.
             encoders: encoders of images and of captions in one space.
             temperature: divisor of the cosine similarities before the softmax over classes.
             features: features of the collection.
@@ -236,8 +236,11 @@ def encode_collection(
         for start in range(0, total, batch_size):
             yield range(start, min(start + batch_size, total))
 
+    def describe(job: int) -> str:
+        return f"batch {job + 1} of the images"
+
     with closing(WorkerPool(_RangeReader(collection, transform_of(encoders)), options)) as pool:
-        for number, batch in enumerate(pool.run(ranges(), "batch {} of the images".format, Path())):
+        for number, batch in enumerate(pool.run(ranges(), describe, Path())):
             if batch.index:
                 images.append(encoders.image(batch.pixels).cpu())
             if batch.captions:

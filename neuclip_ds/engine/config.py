@@ -156,23 +156,29 @@ def _refuse_unsupported(path: Path, engine: dict[str, Any]) -> None:
     problems = []
     for section in ("optimizer", "scheduler"):
         if section in engine:
-            problems.append(f"contains a section {section}, but the recipe sets these options")
+            problems.append(
+                f"contains the section {section}, but the recipe sets these options: remove the section from the JSON"
+            )
     if options.fp16.enabled:
-        problems.append("enables fp16, which is not supported (use zero1_bf16, or zero1_fp32 on a GPU without bf16)")
+        problems.append("enables fp16, which is not supported: use zero1_bf16, or zero1_fp32 on a GPU without bf16")
     if not options.bf16.check_grad_overflow:
-        problems.append("turns off bf16.check_grad_overflow, without which nonfinite gradients are not detected")
+        problems.append(
+            "turns off bf16.check_grad_overflow, without which nonfinite gradients are not detected: remove this "
+            "setting from the JSON"
+        )
     if not zero.compute_grad_norm:
         problems.append(
-            "turns off zero_optimization.compute_grad_norm, without which nonfinite gradients are not detected"
+            "turns off zero_optimization.compute_grad_norm, without which nonfinite gradients are not detected: remove "
+            "this setting from the JSON"
         )
     for key, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         if offload is not None and (offload.device == "nvme" or offload.ratio != 1):
             problems.append(
-                f"offloads zero_optimization.{key} to a disk or in part, which checkpoints do not support "
-                "(use the device cpu without a ratio)"
+                f"sets zero_optimization.{key} to NVMe or partial offload, which checkpoints do not support: set "
+                '"device": "cpu" without a ratio, or remove the section'
             )
     if problems:
-        raise UserError(f"{path} {problems[0]}: remove this setting from the JSON.")
+        raise UserError(f"{path} {problems[0]}.")
 
 
 def precision(engine: dict[str, Any]) -> Literal["fp32", "bf16"]:

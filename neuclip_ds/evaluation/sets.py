@@ -335,15 +335,15 @@ def _warn_of_numbers(path: Path, folders: Sequence[Path], class_names: Sequence[
 
 
 def _open_pairs(path: Path) -> EvaluationSet:
-    """Open a table of captioned images; raise UserError if it cannot be read or lacks columns with the usual names.
+    """Open a table of captioned images; raise UserError if it cannot be read or lacks columns with recognized names.
 
     Rows that name the same image file form one sample with all of their captions, as in Flickr30k's tables. If the
     table contains the images themselves, each row is one sample, with one caption or a list of captions.
     """
     table = open_table(str(path))
-    advice = "rename one of these columns"
-    image_column = table.find_column(IMAGE_COLUMNS, "images", advice)
-    caption_column = table.find_column(CAPTION_COLUMNS, "captions", advice)
+    advice = "rename the column with the {}s to one of the recognized names"
+    image_column = table.find_column(IMAGE_COLUMNS, "image", advice.format("image"))
+    caption_column = table.find_column(CAPTION_COLUMNS, "caption", advice.format("caption"))
 
     def sample_of(name: str, image: bytes | str, captions: list[str]) -> Sample:
         lines = "\n".join(" ".join(caption.split()) for caption in captions)
@@ -352,11 +352,15 @@ def _open_pairs(path: Path) -> EvaluationSet:
     def samples() -> Iterator[Sample]:
         names: dict[str, str] = {}  # image file -> its name in the table
         captions_of_file: dict[str, list[str]] = {}  # image file -> its captions
-        for number, row in enumerate(open_table(str(path)).read([image_column, caption_column])):
+        rows = open_table(str(path)).read([image_column, caption_column])
+        for number, row in enumerate(rows, start=1):  # a header has no number
             image = source_of(row, image_column)
             captions = captions_of(row.cells[caption_column])
             if image is None:
-                raise UserError(f"{path}: row {number} has no image in the column {image_column}; remove the row.")
+                raise UserError(
+                    f"{path}: row {number} (not counting a header) has no image in the column {image_column}; remove "
+                    "the row."
+                )
             if isinstance(image, str):
                 names.setdefault(image, str(image_of(row.cells[image_column])))
                 captions_of_file.setdefault(image, []).extend(captions)

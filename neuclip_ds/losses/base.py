@@ -108,7 +108,10 @@ class Stateful:
         return {}
 
     def restore_point(self) -> Callable[[], None]:
-        """Return a function that reverts the next call: it restores the state and undoes the per-sample writes."""
+        """Return a function that reverts the next training call of the loss.
+
+        The function restores the state and undoes the per-sample writes.
+        """
         replicated = {name: value.clone() for name, value in self.replicated_state().items()}
         rows: list[tuple[Tensor, Tensor]] = []
         for table in self.row_tables().values():

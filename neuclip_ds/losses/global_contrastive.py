@@ -288,7 +288,7 @@ class GlobalContrastiveLoss(LossFunction):
         )
 
     def _in_epoch(self, position: Position) -> Position:
-        """Return the position; if `epoch_steps` is set, set the epoch to the step number // `epoch_steps`."""
+        """Return the position, with its epoch replaced by step // `epoch_steps` if that option is set."""
         if self._config.epoch_steps is None:
             return position
         return replace(position, epoch=position.step // self._config.epoch_steps)

@@ -215,7 +215,13 @@ class PairGrid:
     """
 
     def __init__(self, batch: GatheredFeatures, columns: int | None, budget: float) -> None:
-        """Plan blocks of at most `columns` columns; cache the similarities if they fit in `budget` bytes."""
+        """Plan the blocks.
+
+        Args:
+            batch: features of all ranks.
+            columns: largest number of columns of a block; by default, chosen for the device and the number of rows.
+            budget: bytes into which the similarities of all blocks must fit, so that they are cached.
+        """
         self.local = batch.local
         self.size = batch.size
         self.positive = batch.positive

@@ -151,23 +151,23 @@ def clip_to_open_clip(model: LibraryModel) -> LibraryModel:
     clip_config = model.config
     if clip_config["model_type"] not in ("clip", "metaclip_2"):
         raise UserError(
-            "A SiglipModel of transformers uses tanh GELU, which open_clip's config cannot set for its "
-            "timm tower; export it with --format=transformers."
+            "This model cannot be exported to open_clip: transformers' SiglipModel uses tanh GELU, which open_clip's "
+            "config cannot select for a timm tower. Use --format=transformers."
         )
     size = model.preprocessing.size
     margin = model.preprocessing.margin
     if margin:
         raise UserError(
-            f"open_clip's config cannot resize images to {size + margin} pixels and crop them to {size}; export the "
-            "model with --format=transformers."
+            f"This model cannot be exported to open_clip: it resizes images to {size + margin} pixels and crops them "
+            f"to {size}, which open_clip's config cannot express. Use --format=transformers."
         )
     vision = clip_config["vision_config"]
     text = clip_config["text_config"]
     activations = {vision["hidden_act"], text["hidden_act"]}
     if len(activations) != 1 or not activations <= _ACTIVATIONS.keys():
         raise UserError(
-            f"open_clip needs GELU, or quick GELU, in both towers, not {' and '.join(sorted(activations))}; export "
-            "with --format=transformers."
+            "This model cannot be exported to open_clip, which needs GELU, or quick GELU, in both towers, not "
+            f"{' and '.join(sorted(activations))}. Use --format=transformers."
         )
     eos_id = text["eos_token_id"]
     if clip_config["model_type"] == "clip" and eos_id == _LEGACY_EOS:

@@ -65,7 +65,7 @@ def write_vision_text_model(towers: TrainedTowers, folder: Path) -> None:
     _require_linear_heads(towers, "VisionTextDualEncoderModel")
     if _attention_pool(towers) is not None:
         raise UserError(
-            "VisionTextDualEncoderModel has no bias for the projection in the attention pooling of timm's "
+            "VisionTextDualEncoderModel cannot express the bias of the projection in the attention pooling of timm's "
             f"{towers.config.vision.name!r}: {_ANY_MODEL}."
         )
     weights = rename_prefixes(
@@ -105,7 +105,8 @@ def _text_with_pooler(towers: TrainedTowers) -> tuple[PreTrainedConfig, dict[str
     if not isinstance(tower, PretrainedTextTower):
         if tower.eos_id == 2:
             raise UserError(
-                f"VisionTextDualEncoderModel uses CLIPTextModel, which cannot pool at EOS id 2: {_ANY_MODEL}."
+                "This model cannot be exported as a VisionTextDualEncoderModel, whose CLIPTextModel cannot pool at EOS "
+                f"id 2: {_ANY_MODEL}."
             )
         return config, {}
     with torch.device("meta"):
@@ -232,8 +233,8 @@ def _open_clip_mlp(towers: TrainedTowers) -> dict[str, Tensor]:
     additional = hidden - first.shape[0]
     if additional < 0:
         raise UserError(
-            f"open_clip's MLP head of an image tower has {hidden} hidden units, fewer than the model's "
-            f"{first.shape[0]}: {_ANY_MODEL}."
+            f"This model cannot be exported to open_clip, whose MLP head of an image tower has {hidden} hidden units, "
+            f"fewer than this model's {first.shape[0]}: {_ANY_MODEL}."
         )
     return {
         "visual.head.mlp.fc1.weight": nn.functional.pad(first, (0, 0, 0, additional)),

@@ -45,14 +45,14 @@ def read_speed(run: Path, config: Config) -> MeasuredSpeed:
     ):
         if of_run != planned:
             raise UserError(
-                f"--measured={run} was not trained with the same {name} as this run: measure a short run with the "
-                f"same {name}."
+                f"The run in --measured={run} was not trained with the same {name} as this run: measure a short run "
+                f"with the same {name}."
             )
     steps, speeds = series.get("samples_per_second", ([], []))
     if not steps or steps[-1] < FEWEST_STEPS:
         raise UserError(
-            f"--measured={run} logged too few steps: measure at least {FEWEST_STEPS} (--max_steps={2 * FEWEST_STEPS} "
-            "--run.log_every=1)."
+            f"The run in --measured={run} logged too few steps: measure at least {FEWEST_STEPS} "
+            f"(--max_steps={2 * FEWEST_STEPS} --run.log_every=1)."
         )
     values = np.array(speeds[math.floor(_WARM_UP_SHARE * len(speeds)) :])
     middle = float(np.median(values))

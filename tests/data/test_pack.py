@@ -235,9 +235,9 @@ def test_unusable_tables_and_columns_are_refused(tmp_path: Path) -> None:
     table = open_table(str(tmp_path / "a.csv"))
     assert choose_columns(table).captions == {"txt": "Caption"}, "in whatever case"
     with pytest.raises(
-        UserError, match=r"no column of images with a usual name \(picture\); its columns are path, Caption, other"
+        UserError, match=r"no image column with a recognized name \(picture\); its columns are path, Caption, other"
     ):
-        table.find_column(["picture"], "images", "name it")
+        table.find_column(["picture"], "image", "name it")
     with pytest.raises(UserError, match="has no column words; its columns are path, Caption, other"):
         choose_columns(table, captions=["words"])
     for captions in (["Caption", "other"], ["json=Caption"], ["syn=Caption"]):

@@ -98,7 +98,7 @@ def load_elsewhere(communicator: Communicator, folder: Path, names: list[str]) -
         discard_average(engine)
         without = save_engine(folder / name / "without", engine, communicator)
         assert tensors_of_kind(without, AVERAGE) == {}
-        with pytest.raises(UserError, match="holds no average of the weights"):
+        with pytest.raises(UserError, match="contains no average of the weights"):
             without.weights(average=True)
         step(engine, 6)
 

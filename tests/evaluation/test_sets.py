@@ -377,11 +377,12 @@ def test_all_rows_of_an_image_are_its_captions(tmp_path: Path) -> None:
 def test_tables_without_the_columns_or_an_image_and_other_sets_are_errors(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("where,what\n1,2\n")
     with pytest.raises(
-        UserError, match=r"a\.csv has no column of images .*; its columns are where, what: rename one of these columns"
+        UserError,
+        match=r"a\.csv has no image column .*; its columns are where, what: rename the column with",
     ):
         open_set(tmp_path / "a.csv")
     (tmp_path / "b.csv").write_text("image,caption\nx.jpg,one\n ,two\n")
-    with pytest.raises(UserError, match=r"b\.csv: row 1 has no image in the column image"):
+    with pytest.raises(UserError, match=r"b\.csv: row 2 \(not counting a header\) has no image in the column image"):
         list(open_set(tmp_path / "b.csv").samples())
     (tmp_path / "a" / "x").mkdir(parents=True)
     for name in ("x/1.jpg", "y/2.jpg"):

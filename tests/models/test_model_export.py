@@ -261,5 +261,5 @@ def test_open_clip_cannot_resize_to_more_pixels_than_it_crops_to(tmp_path: Path)
     SAVERS["clip"](tmp_path / "from")
     path = tmp_path / "from" / "preprocessor_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "size": {"shortest_edge": 40}}))
-    with pytest.raises(UserError, match=r"resize images to 40 pixels and crop them to 32; .*--format=transformers"):
+    with pytest.raises(UserError, match=r"resizes images to 40 pixels and crops them to 32, .*--format=transformers"):
         export(trained(pretrained=str(tmp_path / "from")), "open_clip", tmp_path / "out")

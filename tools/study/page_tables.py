@@ -360,7 +360,7 @@ def causes() -> str:
 
 
 def oracles() -> str:
-    """Recall with exact normalizers, and the deviation of the weight that a batch gives an anchor's negatives."""
+    """Recall with exact normalizers, and the standard deviation of an anchor's total negative weight in a batch."""
     peer = runs("oracles", "openclip, tau 0.026", 16)
     rows: list[list[str]] = []
     for stage in ("oracles", "oracle_constant_tau"):

@@ -58,7 +58,10 @@ def locate_image_encoder(name: str, image_size: int | None = None) -> ImageEncod
         weights_name = weights_name or pretrained_cfg.tag
         size = pretrained_cfg.input_size[-1]
     if not weights_name:
-        raise UserError(f"timm has no weights for {architecture}: use timm:{architecture}/FILE or timm:FOLDER.")
+        raise UserError(
+            f"timm has no weights for {architecture}: pass a file of weights as timm:{architecture}/FILE, or a folder "
+            "with config.json and model.safetensors as timm:FOLDER."
+        )
     vision = VisionConfig(name=architecture, pretrained=weights_name, image_size=image_size or size)
     weights = locate_image_weights(vision, option="MODEL")
     return ImageEncoderRef(

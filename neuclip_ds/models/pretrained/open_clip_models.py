@@ -203,9 +203,9 @@ class OpenClipCheckpoint(ModelSource):
             own_size = fixed_image_size(vision["timm_model_name"])
             if own_size not in (None, image_size):
                 raise UserError(
-                    f"open_clip cannot express timm's image model {vision['timm_model_name']!r} with images of "
-                    f"{image_size} instead of {own_size} pixels; use the run's folder with evaluate, embed or "
-                    "model.pretrained."
+                    f"This model cannot be exported: open_clip cannot express timm's image model "
+                    f"{vision['timm_model_name']!r} with images of {image_size} instead of {own_size} pixels. Use the "
+                    "run's folder with evaluate, embed or model.pretrained."
                 )
         tensors = rename_prefixes(weights, _PREFIXES) | logit_tensors(logits, ())
         config = deepcopy(self._model_config)

@@ -231,7 +231,8 @@ class TextEncoderSource:
         """Return the encoder's tokenizer, which pads captions to `model.text.context_length`.
 
         Raises:
-            UserError: the tokenizer is missing or does not fit, or the encoder takes fewer tokens than that option.
+            UserError: the tokenizer is missing or does not match the encoder, or `model.text.context_length` exceeds
+                the encoder's number of positions.
         """
         with torch.device("meta"):
             trunk = _new_trunk(self.folder)
@@ -273,7 +274,7 @@ def _read_pooling(folder: Path, option: str) -> Pooling:
             kind = module["type"].rpartition(".")[2]
             if kind not in _MODULES:
                 raise UserError(
-                    f"{folder} contains a module {kind} ({module['path']}), which is not supported. To use the "
+                    f"{folder} contains the module {kind} ({module['path']}), which is not supported. To use the "
                     f"encoder without it, {fix}."
                 )
             if kind == "Pooling":

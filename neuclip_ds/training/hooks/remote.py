@@ -21,7 +21,7 @@ from neuclip_ds.checkpoint.checkpoints import (
     step_folder,
     verify_together,
 )
-from neuclip_ds.checkpoint.integrity import META, DamagedCheckpoint, is_complete, read_meta, verify
+from neuclip_ds.checkpoint.integrity import META, DamagedCheckpoint, is_complete, problem_of, read_meta, verify
 from neuclip_ds.checkpoint.remote import RemoteRun, start_push
 from neuclip_ds.config import Config, RunConfig
 from neuclip_ds.distributed.communicator import Communicator
@@ -185,7 +185,7 @@ def _restore_folder(url: str, communicator: Communicator, folder: Path) -> bool:
                 verify_together(folder / "checkpoints" / name, communicator)
                 return True
             except UserError as error:
-                problem = str(error)
+                problem = problem_of(error)
                 if communicator.rank == 0:
                     log.warning("%s is not used: %s", name, problem)
         if name in remote_names:
@@ -249,8 +249,9 @@ def _download(remote: RemoteRun, name: str, folder: Path) -> str:
         verify(folder)
         sync_folders(folder)
     except (DamagedCheckpoint, FileNotFoundError, ValueError) as error:
-        log.warning("the copy of %s is not used: %s", name, error)
-        return f"the copy of {name}: {error}"
+        problem = problem_of(error)
+        log.warning("the copy of %s is not used: %s", name, problem)
+        return f"the copy of {name}: {problem}"
     return ""
 
 
