@@ -37,7 +37,7 @@ def export_run(
         folder: output folder, which must be absent or empty.
         best: whether to export the best checkpoint (by `run.best_metric`) instead of the newest.
         average: whether to export the moving average of the weights (`ema.decay`).
-        license: identifier for the model card, such as apache-2.0.
+        license: identifier for the model card, such as apache-2.0; `unknown` by default.
         fraction: position of the exported weights between the run's start (0) and its result (1).
 
     Returns the exported checkpoint. Raises `UserError` if the checkpoint does not exist or is damaged, if the format

@@ -174,7 +174,9 @@ Decode = Callable[[bytes, "int | None"], Decoded]
 
 
 def decode_pil(data: bytes, min_side: int | None = None) -> Decoded:
-    """Decode an image to RGB with PIL; a JPEG whose short side is at least 2 x `min_side` is scaled down.
+    """Decode an image to RGB with PIL.
+
+    If `min_side` is given, a JPEG whose short side is at least 2 x `min_side` is scaled down.
 
     Raises:
         DecodeError: the format is not JPEG, PNG, WebP, GIF or BMP, the data are truncated or broken, there are more

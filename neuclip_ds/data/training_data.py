@@ -130,9 +130,15 @@ def open_training_data(
 ) -> TrainingData:
     """Open the training data of a run, and create a tokenizer if the model has none.
 
-    New files are written to `staged` instead of the run's folder. If the run resumes from the checkpoint `resumed`, the
-    content `meta` of the checkpoint's meta.json determines the held-out pairs and the order of the samples. `features`
-    are folders that `neuclip-ds embed` wrote for the same data, keyed by the names of their tables.
+    Args:
+        config: config of the run.
+        source: source of the run's model.
+        communicator: communicator of all ranks.
+        staged: folder to which new files are written, instead of the run's folder.
+        resumed: the checkpoint from which the run resumes; None for a new run.
+        meta: content of that checkpoint's meta.json, which determines the held-out pairs and the order of the samples.
+        features: folders that `neuclip-ds embed` wrote for the same data, keyed by the names of their tables; none
+            by default.
     """
     data = config.data
     held_out = None

@@ -113,7 +113,10 @@ def find_split(source: str | int, name: str, train_paths: Sequence[str]) -> str:
 
 
 def find_validation(data: DataConfig, training: Manifest | None) -> str | int:
-    """Return the path of a run's validation pairs, the number of training pairs to hold out, or "" for neither."""
+    """Return the path of a run's validation pairs, the number of held-out training pairs, or "" for neither.
+
+    `training` is the training data, or None to consider only separate validation pairs.
+    """
     path = find_split(data.val, "val", data.train_paths)
     if path:
         return path

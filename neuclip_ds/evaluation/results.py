@@ -54,7 +54,7 @@ class Results:
         self._model_path.write_text(json.dumps(model, indent=2) + "\n", encoding="utf-8")
 
     def add(self, task: Task, metrics: Metrics, data: str | None = None) -> None:
-        """Append a task's line; `data` identifies the set and its files."""
+        """Append a task's line; `data`, if given, is a hash that identifies the set and its files."""
         self.metrics[task.key] = metrics
         self.data[task.key] = data
         line = {"key": task.key, "dataset": task.name, "metrics": metrics}

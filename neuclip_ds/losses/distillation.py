@@ -73,7 +73,7 @@ def distill(batch: GatheredFeatures, tau: Tensor, config: DistillConfig, columns
         batch: the gathered features.
         tau: the student's temperature, 0-dim if shared by all anchors, else (2, B).
         config: the options of the distillation.
-        columns: maximum number of columns of a block, as in `PairGrid`.
+        columns: maximum number of columns of a block; if None, `PairGrid` chooses it.
     """
     student = _Logits.of(batch, tau, columns)
     teachers: list[_Logits] = []

@@ -62,7 +62,8 @@ class Compiler:
         Args:
             function: the function; a module among its arguments may be a different one in each call. Graphs are shared
                 between modules of the same structure.
-            dynamic: as in `torch.compile`; true avoids a second compilation when sizes differ between calls.
+            dynamic: as in `torch.compile`: true compiles for any sizes at once; None does so only after a size has
+                changed, which takes a second compilation.
         """
         key = (function, dynamic)
         if key not in self._compiled:

@@ -53,8 +53,9 @@ def print_dry_run(
 ) -> None:
     """Print the report of a dry run on rank 0.
 
-    The report covers the current ranks or a hostfile's nodes, and states whether each rank fits in `gpu_memory` GB.
-    With the folder of a short run of the same model, `measured`, it estimates the hours.
+    The report covers the nodes of `hostfile` or, without one, the current ranks. If `gpu_memory` is given, the report
+    states whether each rank fits in so many GB. If `measured`, the folder of a short run of the same model, is given,
+    the report estimates the hours.
 
     Raises:
         UserError: the config, DeepSpeed JSON, hostfile or data is invalid, or the measured run cannot be used.

@@ -15,7 +15,8 @@ def configure_logging(rank: int, log_file: Path | None = None) -> None:
     """Send log messages and Python warnings to stderr and, on rank 0, append them to `log_file`.
 
     Rank 0 logs INFO for this package and WARNING for other packages; other ranks log WARNING, as `[rank r] ...`.
-    Later calls replace the handlers; the first `log_file` also receives the messages that rank 0 has logged so far.
+    Without `log_file`, rank 0 also keeps the messages in memory, and the next call with a `log_file` writes them there.
+    Each call replaces the handlers of the previous one.
     """
     root = logging.getLogger()
     previous_handlers = [handler for handler in root.handlers if handler.name == __name__]

@@ -253,7 +253,7 @@ def test_a_model_that_a_format_cannot_express_is_refused_with_its_own_format(
 ) -> None:
     SAVERS[family](tmp_path / "from")
     own_library = "open_clip" if family == "open_clip" else "transformers"
-    with pytest.raises(UserError, match=f"export it with --format={own_library}"):
+    with pytest.raises(UserError, match=f"--format={own_library}"):
         export(trained(pretrained=str(tmp_path / "from")), library, tmp_path / "out")
 
 
