@@ -192,8 +192,8 @@ def make_readable_by_transformers_4(tokenizer: PreTrainedTokenizerBase, folder: 
 def load_tokenizer(name_or_folder: Path | str, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
     """Load a transformers tokenizer from a folder or the hub.
 
-    Raises `UserError` if the tokenizer cannot be read, or if it has ids of `vocab_size` (if given) or more, for which the
-    model has no embeddings.
+    Raises `UserError` if the tokenizer cannot be read or, if `vocab_size` is given, has ids beyond the model's
+    `vocab_size` embeddings.
     """
     folder = Path(name_or_folder)
     name = str(name_or_folder)
