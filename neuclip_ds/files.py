@@ -61,6 +61,12 @@ def checksum_of(path: Path) -> Checksum:
     return Checksum(size, crc32)
 
 
+def seen_from_here(path: Path) -> Path:
+    """Return a path for messages: relative to the working directory if it is inside of it."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary file next to `path`; the file replaces `path` if the block succeeds."""

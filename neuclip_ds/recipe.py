@@ -7,6 +7,7 @@ options. `other_methods:` under `objective:` contains sections that apply only i
 """
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -132,8 +133,9 @@ def recipe_summary(name: str) -> str:
         if not line.startswith("#"):
             break
         comment.append(line.removeprefix("#").strip())
-    sentence, end, _ = " ".join(comment).partition(". ")
-    return sentence + "." if end else sentence
+    # a period after an abbreviation, as in "et al. 2022" and "App. D", ends no sentence
+    first, *_ = re.split(r"(?<=\.)(?<!\bApp\.) (?=[A-Z])", " ".join(comment))
+    return first
 
 
 def load_recipe(name: str, within: tuple[Path, ...] = ()) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from neuclip_ds.errors import UserError
-from neuclip_ds.files import atomic_write, claimed, new_folder
+from neuclip_ds.files import atomic_write, claimed, new_folder, seen_from_here
 
 
 def test_a_folder_that_cannot_be_written_changes_nothing(tmp_path: Path) -> None:
@@ -54,3 +54,12 @@ def test_names_with_wildcards_match_literally(tmp_path: Path, name: str) -> None
     with new_folder(tmp_path / name) as folder:
         (folder / "x").touch()
     assert {path.name for path in tmp_path.iterdir()} == {name, ".other.1", ".other.2", ".other.0123abcd.partial"}
+
+
+def test_messages_show_paths_in_the_working_directory_relative_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert seen_from_here(tmp_path / "runs" / "demo") == Path("runs/demo")
+    assert seen_from_here(Path("runs/demo")) == Path("runs/demo")
+    assert seen_from_here(Path("/elsewhere/demo")) == Path("/elsewhere/demo")

@@ -108,6 +108,8 @@ def test_a_mapping_is_merged_unless_it_is_cleared(cleared: str, tmp_path: Path) 
 def test_every_recipe_says_what_it_trains() -> None:
     assert [name for name in recipe_names() if len(recipe_summary(name)) < 10] == []
     assert "default recipe" in recipe_summary("demo")
+    assert recipe_summary("laion315m_fastclip_v3").endswith("(FastCLIP Table 7 and App. D).")
+    assert "CC12M" in recipe_summary("lit_cc12m"), "a period after 'et al' ends no sentence"
 
 
 @pytest.mark.parametrize(

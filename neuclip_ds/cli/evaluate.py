@@ -35,6 +35,7 @@ from neuclip_ds.cli.early_checks import check_model, check_path
 from neuclip_ds.cli.program import Parser, fraction
 from neuclip_ds.distributed.environment import read_environment
 from neuclip_ds.errors import UserError
+from neuclip_ds.files import seen_from_here
 
 if TYPE_CHECKING:  # torch and deepspeed take seconds to import
     from neuclip_ds.checkpoint.saved_model import SavedModel
@@ -373,7 +374,7 @@ def score_blends(options: argparse.Namespace, communicator: Communicator) -> str
     blends.write(folder)
     run = saved.checkpoint.parent.parent
     if options.out is None and (run / "metrics.jsonl").is_file():
-        log.info("report: %s", write_report(run))
+        log.info("report: %s", seen_from_here(write_report(run)))
     return blends.markdown()
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from neuclip_ds.cli.early_checks import check_path
 from neuclip_ds.cli.program import Parser, fraction
 from neuclip_ds.errors import UserError
+from neuclip_ds.files import seen_from_here
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -46,9 +47,9 @@ def main(arguments: Sequence[str]) -> None:
     settings = (options.format, options.out, options.best, options.ema, options.license)
     if options.soup is not None:
         checkpoints = export_soup(options.soup, *settings)
-        written = f"the mean of {', '.join(map(str, checkpoints))}"
+        written = f"the mean of {', '.join(str(seen_from_here(checkpoint)) for checkpoint in checkpoints)}"
     else:
-        checkpoint = export_run(options.run, *settings, options.blend)
+        checkpoint = seen_from_here(export_run(options.run, *settings, options.blend))
         written = str(checkpoint)
         if options.blend != 1:
             written = f"a blend of {checkpoint} ({options.blend:g}) with its start ({1 - options.blend:g})"
