@@ -238,7 +238,7 @@ class RunStart(ModelSource):
         checkpoint: checkpoint of the earlier run.
 
     Raises:
-        UserError: a file is missing, or a size does not fit the model.
+        UserError: a file is missing, or the model does not support the config's image size or context length.
     """
 
     def __init__(self, config: ModelConfig, checkpoint: Path) -> None:

@@ -288,7 +288,7 @@ class GlobalContrastiveLoss(LossFunction):
         )
 
     def _in_epoch(self, position: Position) -> Position:
-        """Return the position, with its epoch replaced by step // `epoch_steps` if that option is set."""
+        """Return the position, with its epoch counted in units of `epoch_steps` steps if that option is set."""
         if self._config.epoch_steps is None:
             return position
         return replace(position, epoch=position.step // self._config.epoch_steps)

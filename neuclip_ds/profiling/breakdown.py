@@ -102,7 +102,7 @@ def breakdown(ranks: Sequence[Record]) -> Record:
 
 
 def _over_steps(ranks: Sequence[Sequence[dict[str, float]]], name: str) -> dict[str, float]:
-    """Return the mean and deviation over steps of a value's mean over ranks."""
+    """Return the mean and the standard deviation, over steps, of a value's mean over ranks."""
     means = []
     for step_of_ranks in zip(*ranks, strict=True):
         means.append(statistics.mean(step.get(name, 0.0) for step in step_of_ranks))

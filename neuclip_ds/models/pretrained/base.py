@@ -123,7 +123,7 @@ class ModelSource(ABC):
         """Build the model with random weights; under `torch.device("meta")`, allocate no memory.
 
         Raises:
-            UserError: the model cannot be built, or does not fit the tokenizer.
+            UserError: the model cannot be built, or does not match the tokenizer.
         """
 
     @abstractmethod
@@ -131,7 +131,7 @@ class ModelSource(ABC):
         """Load the model that the run starts from, in float32.
 
         Raises:
-            UserError: as in `build`, or the weights are missing or do not fit the model.
+            UserError: as in `build`, or the weights are missing or do not match the model.
         """
 
     @abstractmethod

@@ -95,7 +95,10 @@ def _read_folder(folder: Path, image_size: int | None) -> ImageEncoderRef:
 
 
 def open_image_encoder(ref: ImageEncoderRef) -> VisionTower:
-    """Load an image encoder as a tower without a projection, in float32; raise UserError if its weights do not fit."""
+    """Load an image encoder as a tower without a projection, in float32.
+
+    Raises UserError if the weights do not match the architecture.
+    """
     options = {name: value for name, value in ref.options.items() if name not in ("img_size", "num_classes")}
     vision = VisionConfig(name=ref.architecture, pretrained=ref.weights, image_size=ref.image_size, options=options)
     weights = read_tensors(Path(ref.weights))

@@ -245,7 +245,7 @@ class TextEncoderSource:
         """Build the text tower, with the encoder's weights if `weights`, else random ones; the projection is random.
 
         Raises:
-            UserError: the encoder cannot be built, or its weights are missing or do not fit.
+            UserError: the encoder cannot be built, or its weights are missing or do not match its config.
         """
         trunk = _load_trunk(self.folder) if weights else _new_trunk(self.folder)
         use_static_masks(trunk)
