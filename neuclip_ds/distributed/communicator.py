@@ -298,7 +298,7 @@ class Communicator:
 
 
 def _unpickled(device: torch.device, rank: int, world_size: int) -> Communicator:
-    """Return the communicator of this process; raise `UserError` if it is not the rank that was pickled."""
+    """Return the communicator of this process; raise `UserError` if its rank or world size differs."""
     communicator = Communicator(device)
     if (communicator.rank, communicator.world_size) != (rank, world_size):
         raise UserError(

@@ -168,7 +168,7 @@ class Parts:
         return len(index)
 
     def _on_host(self, features: Tensor | None, width: str, middle: list[int]) -> Tensor | None:
-        """Return features on the host, which are empty, but not absent, if no sample of the shard is usable."""
+        """Copy features to the host; return an empty tensor for an encoder of this job that got no usable sample."""
         if self._identity[width] is None:
             return None
         return torch.empty(0, *middle, self._identity[width]) if features is None else features.cpu()

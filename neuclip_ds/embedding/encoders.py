@@ -70,7 +70,7 @@ def dual_encoders(
     output: Output,
     trunks: TrunkRecords,
 ) -> FeatureEncoders:
-    """Return the encoders of a model on its device.
+    """Return the encoders of a model, which run on the model's device.
 
     `trunks` is the result of `record_trunks`. Raises UserError if the model has no features before a projection.
     """

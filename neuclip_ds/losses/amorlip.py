@@ -286,7 +286,10 @@ class AmortizedEstimator(NormalizerEstimator):
         )
 
     def _draw(self, epoch: int, rows: _FitRows) -> None:
-        """Initialize Adam and the nets (seed: `epoch`); if `reference=paper`, shift their mean output to mean log Z."""
+        """Initialize Adam and the nets, with `epoch` as the seed.
+
+        If `reference=paper`, shift the nets' mean output to the mean of log Z.
+        """
         self._target.copy_(self._mlp.draw(epoch))
         if not self._is_released:
             gap = (rows.log_target - self._mlp(self._target, rows.features)).sum(dim=1)
