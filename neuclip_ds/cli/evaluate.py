@@ -267,7 +267,8 @@ def _score_model(
             keys.append(task.key)
             size = None if task.size is None else sum(1 for _ in open_shards(path).samples())
             if size != task.size:
-                log.warning("%s: %s contains %d samples, the published set %d", task.name, path, size, task.size)
+                message = "%s: %s contains %d samples, but the published set contains %d"
+                log.warning(message, task.name, path, size, task.size)
         return keys
 
     unscored = communicator.on_rank_zero(find_unscored)
