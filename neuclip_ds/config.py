@@ -328,9 +328,9 @@ class TextConfig(TowerConfig):
     embedding model. The tower starts from its weights and uses its tokenizer. By default, the tower is CLIP's
     transformer with random weights."""
     pooling: Pooling | None = None
-    """Feature of a caption in a tower with `pretrained`: the hidden state of the first token (`cls`), of the EOS token
-    (`eos`) or of the `last` token, or the `mean` over all tokens. By default, as in the encoder's sentence-transformers
-    config."""
+    """Feature of a caption in a tower with `pretrained`: the hidden state of the first (`cls`), the EOS (`eos`) or the
+    last token (`last`), or the mean over all tokens (`mean`). The default is the pooling in the encoder's
+    sentence-transformers config; for an encoder without this config, the option is required."""
     projection: Projection = "linear"
     """Projection of the text feature to the joint space; see `model.vision.projection`."""
     tokenizer: str | None = None

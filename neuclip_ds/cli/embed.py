@@ -64,7 +64,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--pooling",
         choices=("cls", "mean", "eos", "last"),
-        help="for hf: how a caption's tokens become its feature (default: as in its sentence-transformers config)",
+        help="for hf: how a caption's tokens become its feature (default: as in the encoder's sentence-transformers "
+        "config)",
     )
     parser.add_argument(
         "--context-length",
