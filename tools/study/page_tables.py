@@ -424,6 +424,25 @@ def trained_towers() -> str:
     return markdown([f"recall minus that of `{PEER}`", *columns], rows, results)
 
 
+def pairs_of_trained_towers() -> str:
+    """Differences between two arms with both towers trained for two epochs: those that the text compares."""
+    by_arm = _by_arm("trained_scenes")
+    compared = [
+        ("neuclip_queue, constant tau", "neuclip"),
+        ("neuclip_queue, constant tau", "neuclip pooled, constant tau"),
+        ("neuclip_queue, constant tau", "neuclip_queue"),
+        ("neuclip", "fastclip_v3"),
+        ("neuclip", "sogclr"),
+        ("neuclip pooled, constant tau", "neuclip"),
+    ]
+    rows: list[list[str]] = []
+    results: list[Result] = []
+    for ours, theirs in compared:
+        rows.append([f"{label(ours)}, minus {label(theirs)}", gain(by_arm[ours], by_arm[theirs])])
+        results += [*by_arm[ours].values(), *by_arm[theirs].values()]
+    return markdown(["difference", "scenes, 2 epochs"], rows, results)
+
+
 def _by_arm(stage: str) -> dict[str, Seeds]:
     return _grouped(of_stages(stage), lambda result: result.arm)
 
@@ -497,6 +516,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "study_guide_settings": guide_settings,
     "study_guides": guides,
     "study_trained_towers": trained_towers,
+    "study_pairs_of_trained_towers": pairs_of_trained_towers,
     "study_fine_tuning": fine_tuning,
     "study_gains_by_situation": gains_by_situation,
     "study_gains_of_encoders": gains_of_encoders,
