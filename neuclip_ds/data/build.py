@@ -83,8 +83,9 @@ def open_manifest(
 
     A manifest of local shards is stored in `cache` under a hash of the options and of the shards' paths, sizes and
     modification times, and is reused until one of them changes or the stored manifest is damaged. Several processes may
-    call this function at the same time. Raises UserError if a shard is unusable, is listed twice, or is remote and
-    `source` is not a manifest folder.
+    call this function at the same time. `processes` is as in `build_manifest`.
+
+    Raises UserError if a shard is unusable, is listed twice, or is remote and `source` is not a manifest folder.
     """
     if source and is_manifest(source):
         manifest = load_manifest(source)

@@ -222,7 +222,10 @@ class FeatureTable:
     def _text_rows(
         self, part: FeaturePart, positions: NDArray[np.int64], captions: NDArray[np.int64] | None
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return the rows of captions in a part's text features, and which of these captions were encoded."""
+        """Return the rows of captions in a part's text features, and which of these captions were encoded.
+
+        Without `captions`, the rows are those of the first encoded caption of each sample.
+        """
         assert part.text_start is not None and part.first_caption is not None
         start = part.text_start[positions]
         if captions is None:
