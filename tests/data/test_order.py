@@ -84,7 +84,7 @@ def test_impossible_orders_and_steps_are_refused():
         mixture_of([0, 0, 0])
     with pytest.raises(UserError, match="drop_last=true leaves no batch of the 7 samples"):
         order_of([7], 8, drop_last=True)
-    with pytest.raises(UserError, match="has 1 sample;"):
+    with pytest.raises(UserError, match="contains 1 sample;"):
         order_of([1, 0], 8)
     with pytest.raises(IndexError, match="step 3"):
         order_of([10, 10], 8).batch(0, 3)

@@ -135,5 +135,5 @@ def out_of_memory(communicator: Communicator) -> str:
 
 def test_exhausted_memory_is_reported_with_the_options_that_help() -> None:
     (message,) = run_ranks(1, out_of_memory)
-    assert "16 captions of 8 tokens" in message
+    assert "16 pairs with captions of 8 tokens" in message
     assert "data.micro_batch" in message

@@ -212,7 +212,7 @@ def test_a_run_resumes_bit_identically_and_with_the_same_features_only(workspace
                 "objective.distill.features=teacher",
                 "objective.distill.contrastive_weight=0",
             ],
-            "remove one of them",
+            "contrastive_weight above 0",
         ),
         (["objective.reference_model=reference", "recovery.epochs=1", "recovery.loss=hgcl"], r"set recovery\.loss=gcl"),
         (["objective.method=siglip", "objective.reference_model=nothing"], "does not support a reference model"),

@@ -177,7 +177,7 @@ def test_other_modules_of_sentence_transformers_are_refused_by_name(tmp_path: Pa
     assert open_text_encoder(folder).tower.pooling == "mean"
     modules.insert(2, {"type": "sentence_transformers.models.Dense", "path": "2_Dense"})
     path.write_text(json.dumps(modules))
-    with pytest.raises(UserError, match=r"a module Dense \(2_Dense\), which is not supported.*set --pooling"):
+    with pytest.raises(UserError, match=r"module Dense \(2_Dense\), which is not supported.*set --pooling"):
         open_text_encoder(folder)
     assert open_text_encoder(folder, "mean").tower.pooling == "mean"
 
@@ -220,7 +220,7 @@ def test_folders_without_a_usable_text_encoder_are_refused(
 
 def test_a_dual_encoder_is_not_a_text_encoder(tmp_path: Path) -> None:
     save_clip(tmp_path)
-    with pytest.raises(UserError, match=r"omit hf:"):
+    with pytest.raises(UserError, match=r"omit `hf:`"):
         open_text_encoder(tmp_path, "eos")
 
 
