@@ -343,19 +343,21 @@ def _rho_of(seeds: Seeds) -> str:
 
 
 def causes() -> str:
-    """Variants that test why a loss scores below `fastclip_v3`, each with one change."""
-    peers = {
-        "queue_copies": runs("map_copies", "fastclip_v3", 16, "copies=0.8"),
-        "queue_long": runs("map_long", "fastclip_v3", 16, "epochs=30"),
-        "neuclip_tau": runs("finals", "fastclip_v3", 16),
+    """Variants that test why a loss stays behind others, each with one change, and their differences from these."""
+    peers = {  # by stage: the stage of the runs to compare with, what it varies, and the arms
+        "neuclip_tau": ("finals", "", ("neuclip", "neuclip, constant tau")),
+        "queue_copies": ("map_copies", "copies=0.8", ("fastclip_v3",)),
+        "queue_long": ("map_long", "epochs=30", ("fastclip_v3",)),
     }
     rows: list[list[str]] = []
-    for stage, peer in peers.items():
+    for stage, (peer_stage, setting, peer_arms) in peers.items():
         for arm, seeds in _by_arm(stage).items():
-            setting = _setting_of(next(iter(seeds.values())))
+            title = _setting_of(next(iter(seeds.values()))) or "12 epochs"
             tau = statistics.mean(result.results["tau"] for result in seeds.values())
-            rows.append([setting or "12 epochs", label(arm), f"{tau:.3f}", mean(seeds), gain(seeds, peer)])
-    head = ["setting, B = 16", "loss", "final tau", "recall", "minus `fastclip_v3`"]
+            for peer in peer_arms:
+                difference_from_peer = gain(seeds, runs(peer_stage, peer, 16, setting))
+                rows.append([title, label(arm), f"{tau:.3f}", mean(seeds), label(peer), difference_from_peer])
+    head = ["setting, B = 16", "loss", "final tau", "recall", "compared with", "difference"]
     return markdown(head, rows, of_stages(*peers))
 
 
