@@ -44,7 +44,7 @@ from neuclip_ds.models.tokenizer import CaptionTokenizer, make_readable_by_trans
 _IMAGE = "vision.trunk."  # prefixes of our tensor names
 _TEXT = "text.trunk."
 _ANY_MODEL = (
-    f"export the model with --format={SENTENCE_TRANSFORMERS}"  # which has every model that is built from the config
+    f"export the model with --format={SENTENCE_TRANSFORMERS}"  # a format for every model that is built from the config
 )
 _OPEN_CLIP_ENCODERS = ("bert", "roberta", "xlm-roberta")  # that open_clip's text tower builds
 # BERT's pooler is tanh(W h + b) of the first hidden state h: with W = 2^-14 and b = 0 it returns 2^-14 h, up to
