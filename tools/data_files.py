@@ -20,7 +20,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,6 +166,13 @@ def names_with_older_code() -> set[str]:
 def badge(device: str) -> str:
     """Return a device, or `older code`, as a colored label (docs/style.css)."""
     return f'<span class="device {device.lower().replace(" ", "-")}">{device}</span>'
+
+
+def grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join(lines)
 
 
 def caption(*origins: Origin, note: str = "") -> str:

@@ -3,16 +3,15 @@
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from data_files import DataFile, badge, caption, names_with_older_code, read_data
+from data_files import DataFile, badge, caption, grid, names_with_older_code, read_data
 
 OURS = "here: openclip"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *files: DataFile, notes: Sequence[str] = ()) -> str:
     """Return a Markdown table and, below it, the line that names the source of its numbers."""
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    lines += [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([*lines, "", caption(*(file.origin for file in files), note="<br>".join(notes))])
+    source = caption(*(file.origin for file in files), note="<br>".join(notes))
+    return f"{grid(head, rows)}\n\n{source}"
 
 
 def columns_of(name: str, headings: Mapping[str, str]) -> Callable[[], str]:
@@ -29,6 +28,15 @@ def columns_of(name: str, headings: Mapping[str, str]) -> Callable[[], str]:
 def whole_file(name: str) -> Callable[[], str]:
     """Return a function that prints a file's whole table."""
     return columns_of(name, {column: column for column in read_data(name).columns})
+
+
+def mean_speeds(file: DataFile) -> dict[str, float]:
+    """Return the mean samples/s of each program in a file of whole steps."""
+    speeds: dict[str, list[float]] = {}
+    for row in file.rows:
+        if row["part"] == "speed":
+            speeds.setdefault(row["program"], []).append(float(row["samples/s"]))
+    return {program: statistics.mean(values) for program, values in speeds.items()}
 
 
 def whole_step() -> str:
@@ -48,11 +56,7 @@ def whole_step() -> str:
             rows.append(
                 [badge("CPU"), title, ranks, speed, ddp["neuclip_ds / this row"], peer["neuclip_ds / this row"], now]
             )
-    speeds: dict[str, list[float]] = {}
-    for row in gpu.rows:
-        if row["part"] == "speed":
-            speeds.setdefault(row["program"], []).append(float(row["samples/s"]))
-    means = {program: sum(values) / len(values) for program, values in speeds.items()}
+    means = mean_speeds(gpu)
     ratios = [f"{means[OURS] / means[program]:.2f}" for program in ("plain DDP", "open_clip")]
     rows.append([badge("H100"), "noise, ViT-B/16", "1", f"{means[OURS]:,.0f}", *ratios, "-"])
     head = ["device", "input", "ranks", "ours, samples/s", "ratio to plain DDP", "ratio to open_clip"]
@@ -251,12 +255,9 @@ def first_run() -> str:
 def speed_on_h100() -> str:
     """Return our speed and its ratio to open_clip's on one H100."""
     file = read_data("whole_step_h100")
-    speeds: dict[str, list[float]] = {}
-    for row in file.rows:
-        if row["part"] == "speed":
-            speeds.setdefault(row["program"], []).append(float(row["samples/s"]))
-    ours = statistics.mean(speeds[OURS])
-    ratio = ours / statistics.mean(speeds["open_clip"])
+    means = mean_speeds(file)
+    ours = means[OURS]
+    ratio = ours / means["open_clip"]
     return f"{ours:,.0f} samples/s for ViT-B/16 on one H100, {ratio:.2f} times open_clip's speed ({_measured(file)})"
 
 

@@ -38,7 +38,7 @@ class Jobs:
 
     count: int
     items: Callable[[int], Items]  # returns the rows of a job
-    describe: Callable[[int], str]  # returns a description of a job's batch, for messages, which count from 1
+    describe: Callable[[int], str]  # returns a description of the batch of the n-th job, from 1, for messages
 
 
 def train_jobs(
@@ -67,8 +67,8 @@ def train_jobs(
         return list(zip(epochs.tolist(), indices.tolist(), strict=True))
         # docs: end
 
-    def describe(job: int) -> str:
-        epoch, step = divmod(first_batch + job // parts, order.steps_per_epoch)
+    def describe(number: int) -> str:
+        epoch, step = divmod(first_batch + (number - 1) // parts, order.steps_per_epoch)
         return f"step {step + 1} of epoch {epoch + 1}"
 
     return Jobs(count=steps * parts, items=items, describe=describe)
@@ -90,7 +90,7 @@ def eval_jobs(manifest: Manifest, rank: int, world_size: int, batch_size: int) -
         return [(0, index) for index in indices] + [(0, PADDING)] * padding
 
     batches = -(-rank_samples // batch_size)
-    return Jobs(count=batches, items=items, describe=lambda job: f"evaluation batch {job + 1}")
+    return Jobs(count=batches, items=items, describe="evaluation batch {}".format)
 
 
 class Loader(WorkerPool):
@@ -116,11 +116,7 @@ class Loader(WorkerPool):
         The function, its arguments and its results must be picklable. Error messages name `folder`, the items' folder.
         """
         jobs = ((function, items) for items in groups)
-
-        def describe(job: int) -> str:
-            return f"part {job + 1} of an evaluation set"
-
-        with closing(self.run(jobs, describe, folder)) as pickled_results:
+        with closing(self.run(jobs, "part {} of an evaluation set".format, folder)) as pickled_results:
             yield from map(pickle.loads, pickled_results)
 
     def _do_job(self, job: tuple[Any, list[Any]]) -> Batch | bytes:

@@ -69,9 +69,9 @@ class WorkerPool:
         """Yield the results of jobs in order; a worker that fails is replaced, and its unfinished jobs are repeated.
 
         Jobs must be picklable; at most `prefetch` jobs per worker are read ahead. Error messages contain `folder` (the
-        folder of the shards) and `describe(n)` (a name for the result of job n). If the caller stops early, the next
-        call starts new workers. Raises UserError if a job raises it, if a worker fails repeatedly, or if a limit of
-        this machine is too low for workers.
+        folder of the shards) and `describe(n)` (a name for the result of the n-th job, from 1). If the caller stops
+        early, the next call starts new workers. Raises UserError if a job raises it, if a worker fails repeatedly, or
+        if a limit of this machine is too low for workers.
         """
         count = self._options.workers
         if not count:
@@ -94,7 +94,7 @@ class WorkerPool:
                 if not workers[number % count].unfinished:
                     return
                 loaders = counted(count, "loader process", "loader processes")
-                waited_for = f"{describe(number)} from {loaders} (shards in {folder})"
+                waited_for = f"{describe(number + 1)} from {loaders} (shards in {folder})"
                 result = self._next_result(workers, number % count, waited_for)
                 for next_number, job in itertools.islice(numbered_jobs, 1):
                     workers[next_number % count].submit(job)

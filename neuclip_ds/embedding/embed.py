@@ -224,9 +224,6 @@ def embed(
             for block_start in range(start, stop, batch_size):  # blocks do not depend on the ranks
                 yield Block(shard, block_start, min(block_start + batch_size, stop))
 
-    def describe(job: int) -> str:
-        return f"batch {job + 1} of the shards"
-
     start_time = time.monotonic()
     last_log_time = start_time
     written = 0
@@ -234,7 +231,7 @@ def embed(
     bad = 0
     unreadable: list[str] = []
     with closing(WorkerPool(reader, options)) as pool:
-        blocks = pool.run(blocks_to_read(), describe, Path(manifest.shards[0].path).parent)
+        blocks = pool.run(blocks_to_read(), "batch {} of the shards".format, Path(manifest.shards[0].path).parent)
         for encoded in _encode_shards(blocks, encoders, manifest, batch_size):
             path = manifest.shards[encoded.shard].path
             reasons = [block.unreadable for block in encoded.blocks if block.unreadable is not None]

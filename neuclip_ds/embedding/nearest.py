@@ -236,11 +236,8 @@ def encode_collection(
         for start in range(0, total, batch_size):
             yield range(start, min(start + batch_size, total))
 
-    def describe(job: int) -> str:
-        return f"batch {job + 1} of the images"
-
     with closing(WorkerPool(_RangeReader(collection, transform_of(encoders)), options)) as pool:
-        for number, batch in enumerate(pool.run(ranges(), describe, Path())):
+        for number, batch in enumerate(pool.run(ranges(), "batch {} of the images".format, Path())):
             if batch.index:
                 images.append(encoders.image(batch.pixels).cpu())
             if batch.captions:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from data_files import Origin, caption, device_of
+from data_files import Origin, caption, device_of, grid
 
 from neuclip_ds.errors import counted
 from study.tables import PEER, difference, read_results
@@ -176,9 +176,7 @@ def gain(ours: Seeds, theirs: Seeds) -> str:
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], results: Sequence[Result]) -> str:
     """Return a Markdown table and, below it, the line that names the source of its results."""
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    lines += [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([*lines, "", source_line(results)])
+    return f"{grid(head, rows)}\n\n{source_line(results)}"
 
 
 def source_line(results: Sequence[Result]) -> str:
@@ -414,7 +412,8 @@ def trained_towers() -> str:
     }
     columns = {title: by_arm for title, by_arm in columns.items() if by_arm}
     arms = arms_of("trained_search")
-    rows = [[f"recall of `{PEER}`", *(mean(by_arm.get(PEER, {})) for by_arm in columns.values())]]
+    recalls = [mean(by_arm.get(PEER, {})) for by_arm in columns.values()]
+    rows = [[f"recall of `{PEER}`", *recalls]]
     for arm in arms:
         if arm != PEER:
             gains = [gain(by_arm.get(arm, {}), by_arm.get(PEER, {})) for by_arm in columns.values()]
@@ -459,16 +458,19 @@ def best_of_search(stage: str, arm: str) -> Seeds:
 
 def gains_by_situation() -> str:
     """The mean gains of groups of losses in each situation: ranges over the losses and batch sizes of a group."""
-    return _gains_by(_SITUATIONS)
+    rows, results = _gains_by(_SITUATIONS)
+    return markdown(["points above `openclip`", *_SITUATIONS], rows, results)
 
 
 def gains_of_encoders() -> str:
     """The table of `gains_by_situation` for the two main situations, without the line that names the source."""
     main = ("frozen, 12 epochs", "from scratch, 2 epochs")
-    return _gains_by({title: _SITUATIONS[title] for title in main}).partition("\n\n")[0]
+    rows, _ = _gains_by({title: _SITUATIONS[title] for title in main})
+    return grid(["points above `openclip`", *main], rows)
 
 
-def _gains_by(situations: Mapping[str, tuple[str, str]]) -> str:
+def _gains_by(situations: Mapping[str, tuple[str, str]]) -> tuple[list[list[str]], list[Result]]:
+    """Return a row for each group of losses with its range of gains in each situation, and the results in the rows."""
     rows: list[list[str]] = []
     results: list[Result] = []
     for title, arms in _GROUPS.items():
@@ -485,7 +487,7 @@ def _gains_by(situations: Mapping[str, tuple[str, str]]) -> str:
                         results += ours.values()
             row.append(_range(means))
         rows.append(row)
-    return markdown(["points above `openclip`", *situations], rows, results)
+    return rows, results
 
 
 def _range(values: Sequence[float]) -> str:
