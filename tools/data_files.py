@@ -94,7 +94,7 @@ class DataFile:
         """Return the only row with these values; raise `LookupError` if there is none, or more than one."""
         matching = [row for row in self.rows if all(row[key] == value for key, value in values.items())]
         if len(matching) != 1:
-            raise LookupError(f"{self.origin.name} contains {len(matching)} rows with {values}.")
+            raise LookupError(f"{self.origin.name} contains {len(matching)} rows with {values} instead of one.")
         return matching[0]
 
 
@@ -112,11 +112,11 @@ def read_data(name: str) -> DataFile:
             continue
         key, _, value = line[2:].partition(": ")
         if key not in _KEYS:
-            raise ValueError(f"{name}.csv: {key!r} is not one of {', '.join(_KEYS)}.")
+            raise ValueError(f"{name}.csv: the key {key!r} in the header is not one of {', '.join(_KEYS)}.")
         header.setdefault(key, []).append(value)
     missing = {*_KEYS} - {*header} - {"note", "command"}
     if missing:
-        raise ValueError(f"{name}.csv lacks {', '.join(sorted(missing))}.")
+        raise ValueError(f"The header of {name}.csv lacks {', '.join(sorted(missing))}.")
     device = header["device"][0]
     if device not in DEVICES:
         raise ValueError(f"{name}.csv: the device {device!r} is not one of {', '.join(DEVICES)}.")

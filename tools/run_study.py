@@ -80,7 +80,7 @@ def main() -> None:
         "--processes", type=int, default=2, help="number of runs that execute at the same time, each on one core"
     )
     parser.add_argument("--tables", type=Path, help="print the tables of a results.jsonl instead of running")
-    parser.add_argument("--figures", type=Path, help="folder for figures of the first of --stages")
+    parser.add_argument("--figures", type=Path, help="folder for figures of the first stage in --stages")
     with exit_on_mistake():
         options = parser.parse(sys.argv[1:])
         if options.tables is None:
@@ -91,7 +91,7 @@ def main() -> None:
         print(tables(known))
         if options.figures is not None:
             if not options.stages:
-                raise UserError("--figures draws a stage: pass this stage as the first of --stages.")
+                raise UserError("--figures draws the first stage in --stages: pass --stages.")
             from study.figures import draw  # needs matplotlib, which runs do not
 
             print("drawn:", *draw(known, options.stages[0], options.figures))
@@ -127,7 +127,7 @@ def study(options: argparse.Namespace) -> None:
                     file.flush()
                     results = record["results"]
                     progress = f"{number}/{len(todo)} {record['name']}"
-                    print(f"{progress}: {results['recall']:.2f}, {results['seconds']:.0f} s", flush=True)
+                    print(f"{progress}: recall {results['recall']:.2f}%, {results['seconds']:.0f} s", flush=True)
 
 
 @contextmanager
@@ -233,9 +233,9 @@ def estimate(stage: str, todo: list[Job], known: Mapping[str, Any], processes: i
         else:
             unknown += 1
     if unknown == len(todo):
-        return f"{stage}: {counted(len(todo), 'run')}; no earlier run shows how long they take"
+        return f"{stage}: {counted(len(todo), 'run')}; no earlier run shows their duration"
     sentence = f"{stage}: {counted(len(todo), 'run')}, about {seconds / processes / 3600:.1f} hours"
-    return f"{sentence}, without {counted(unknown, 'run')} of unknown duration" if unknown else sentence
+    return f"{sentence}, not counting {counted(unknown, 'run')} of unknown duration" if unknown else sentence
 
 
 def _kind(run: Run) -> tuple[str, int, str]:
@@ -324,7 +324,7 @@ def best_of(stage: str, arm: str, known: Mapping[str, Any]) -> dict[str, Any]:
     candidates = [[f"{setting}/seed{seed}" for seed in seeds] for setting in shortlist(stage, arm, known)]
     missing_runs = [name for names in candidates for name in names if name not in known]
     if not candidates or missing_runs:
-        raise UserError(f"The stage {stage} is not complete for {arm}; run it first.")
+        raise UserError(f"The stage {stage} is not complete for the arm {arm}; run this stage first.")
 
     def mean_recall(names: list[str]) -> float:
         return statistics.mean(known[name]["results"]["recall"] for name in names)
@@ -344,7 +344,7 @@ def is_known(job: Job, known: Mapping[str, Any]) -> bool:
         return False
     if Run(**known[job.name]["run"]) != job.run:
         raise UserError(
-            f"results.jsonl contains a run {job.name} with other settings; remove its line to repeat the run."
+            f"results.jsonl contains the run {job.name} with other settings; remove its line to repeat the run."
         )
     return True
 
