@@ -183,7 +183,9 @@ class Parts:
         if not np.isfinite(stored).all():
             cause = f"exceed the range of {dtype}: set --dtype float32 and another --out"
             if not features.isfinite().all():
-                cause = "are not finite: check the model's weights, or set --precision float32"
+                cause = "are not finite: check the model's weights"
+                if self._identity.get("precision") != "float32":
+                    cause += ", or set --precision float32 and another --out"
             raise UserError(f"Features of shard {shard} {cause}.")
         return stored
 

@@ -92,14 +92,22 @@ def _parts(folders: Sequence[Path], column: str) -> Iterator[tuple[pa.Table, NDA
     """Yield each part's table of uids and values, and the (n, d) features of the first view of its images."""
     for folder in folders:
         if not (folder / EMBEDDING).is_file():
-            raise UserError(f"{folder} lacks features: pass the --out folder of neuclip-ds embed.")
+            raise UserError(
+                f"--near-duplicates needs image features, but {folder} contains none: pass the --out folder of "
+                "`neuclip-ds embed`."
+            )
         for path in feature_tables(folder):
-            with explained(f"The features in {path} cannot be read", "run neuclip-ds embed again"):
+            with explained(
+                f"The features in {path} cannot be read", "delete this file, and run `neuclip-ds embed` again"
+            ):
                 table = pq.read_table(path, columns=["uid", column])
                 with path.with_suffix(PART_SUFFIX).open("rb", buffering=0) as file:
                     part = map_part(file)
                 if part.image is None:
-                    raise UserError(f"{folder} contains no image features: run `neuclip-ds embed` on the images.")
+                    raise UserError(
+                        f"{folder} contains only features of captions: run `neuclip-ds embed` with a model that "
+                        "encodes images."
+                    )
             if table.num_rows:
                 yield table, part.image[:, 0]
 

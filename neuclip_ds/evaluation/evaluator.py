@@ -91,7 +91,8 @@ class Evaluator:
         self.measures = anchors > 0 or not self._held_out.is_empty()
         if config.run.best_metric and not self.measures:
             raise UserError(
-                f"run.best_metric={config.run.best_metric} needs an evaluation: set data.val or data.zero_shot."
+                f"run.best_metric={config.run.best_metric} needs an evaluation: set data.val, data.zero_shot or "
+                "data.evaluation_sets."
             )
         self._retrieved: list[Retrieved] = []  # examples of the last evaluation
         self._loader = self._start_loader()

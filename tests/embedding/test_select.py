@@ -85,7 +85,7 @@ def test_only_uids_in_every_other_list_are_kept(tmp_path: Path, pool: Path) -> N
     [
         ("similarity", Rule(), "uid", "has no column similarity: choose --column from uid, score, words"),
         ("words", Rule(minimum=0.0), "uid", "choose another --column"),
-        ("score", Rule(minimum=2.0), "uid", "None of 8 samples is kept"),
+        ("score", Rule(minimum=2.0), "uid", "None of the 8 samples is kept"),
         ("score", Rule(minimum=0.0), "words", "has a uid of 32 hex digits: pass the column of uids"),
     ],
 )
@@ -157,7 +157,7 @@ def test_of_near_duplicates_the_best_stays(tmp_path: Path, dtype: str) -> None:
     assert read_uids(out) == sorted(parse_uid(uids[row]) for row in kept)
     assert selection.kept == len(kept) < 60
     assert selection.refined > 20
-    with pytest.raises(UserError, match="lacks features"):
+    with pytest.raises(UserError, match="needs image features"):
         drop_near_duplicates([tmp_path], "similarity", 0.95, listed, np.load(out))
 
     # every dropped sample is listed with the kept one that is nearest to it
