@@ -126,8 +126,8 @@ class TextEncoderTokenizer:
             self._last_id = tokenizer.sep_token_id if eos_id is None else eos_id
             if self._last_id is None:
                 raise UserError(
-                    f"Tokenizer {tokenizer.name_or_path!r} has no EOS or SEP token, at which `eos` pools: set the "
-                    "pooling to cls, last or mean."
+                    f"Tokenizer {tokenizer.name_or_path!r} has no EOS or SEP token, at which `eos` pools: set "
+                    "model.text.pooling (or --pooling of `neuclip-ds embed`) to cls, last or mean."
                 )
 
     def __call__(self, captions: list[str]) -> Tensor:

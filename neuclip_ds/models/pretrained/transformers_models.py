@@ -158,7 +158,7 @@ class TransformersCheckpoint(ModelSource):
             raise UserError(f"{self._folder} contains no weights; put {WEIGHTS[0]} (or pytorch_model.bin) there.")
         refuse_adapter(self._folder)
         logging.disable_progress_bar()  # one bar per rank would flood the log
-        with explained(f"transformers cannot read the weights in {self._folder}", "download the model's weights again"):
+        with explained(f"transformers cannot read the weights in {self._folder}", "download the weights again"):
             model, info = self._model_type.model_class.from_pretrained(
                 self._folder,
                 config=self._original_config,
@@ -235,7 +235,8 @@ def _read_preprocessing(folder: Path, image_size: Any, siglip: bool) -> Preproce
         processor = read_json(path)
     if not isinstance(image_size, int):
         raise UserError(
-            f"config.json in {folder} specifies image_size={image_size}; only square images, with one number, work."
+            f"config.json in {folder} specifies image_size={image_size}; only square images, whose image_size is "
+            "one number, are supported."
         )
     mean, std = _read_statistics(processor, path)
     resample = processor.get("resample", PILImageResampling.BICUBIC.value)
