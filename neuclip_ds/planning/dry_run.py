@@ -35,7 +35,7 @@ from neuclip_ds.losses.stored_features import stored_folders
 from neuclip_ds.models.recompute import checkpointed_blocks
 from neuclip_ds.models.trained_parts import TOWERS, Parameters
 from neuclip_ds.planning.duration import duration_lines, read_speed
-from neuclip_ds.planning.host_memory import FIX, loader_memory, shortages, stored_bytes
+from neuclip_ds.planning.host_memory import FIX_AT_ANY_STAGE, loader_memory, shortages, stored_bytes
 from neuclip_ds.planning.memory import MemoryQuery, account, count_towers, smallest_that_fits
 from neuclip_ds.training.checks import check_config, check_tables, config_warnings
 from neuclip_ds.training.schedule import run_length
@@ -128,8 +128,10 @@ def print_dry_run(
         lines += ["sources", *data.describe()]
     if environment.rank == 0:
         print("\n".join(lines))
-    if problems:
+    if len(problems) == 1:
         raise problems[0]
+    if problems:
+        raise UserError("\n".join(dict.fromkeys(map(str, problems))))
 
 
 def _model_lines(query: MemoryQuery, engine: dict[str, Any]) -> Iterator[str]:
@@ -143,7 +145,7 @@ def _model_lines(query: MemoryQuery, engine: dict[str, Any]) -> Iterator[str]:
         for name in TOWERS
     ]
     if any(checkpointed):
-        line += f", {checkpointed[0]} + text {checkpointed[1]} blocks checkpointed"
+        line += f", activation checkpointing in {checkpointed[0]} + text {checkpointed[1]} blocks"
     yield f"model      {line}"
     if image.frozen or text.frozen:
         yield f"trained    {image.trained:,} + text {text.trained:,} = {image.trained + text.trained:,}"
@@ -171,7 +173,7 @@ def _data_lines(config: Config, manifest: Manifest, order: BatchOrder) -> list[s
     streams = counted(order.interleave.streams, "shard stream")
     lines = [
         f"data       {manifest.n:,} samples in {counted(manifest.n_shards, 'shard')}, {manifest.n_bad:,} incomplete",
-        f"checksums  {'of every sample' if manifest.has_checksums else 'none; build-manifest computes them'}",
+        f"checksums  {'of every sample' if manifest.has_checksums else 'none (`neuclip-ds build-manifest` adds them)'}",
         f"steps      {steps:,} ({order.steps_per_epoch:,} per epoch, {streams})",
         *(f"warning    {warning}" for warning in config_warnings(config, steps)),
     ]
@@ -204,10 +206,13 @@ def _memory_lines(
         return
     verdict = "fits" if estimate.fits(gpu_memory) else "does not fit"
     gpus = f"{query.world_size} x {gpu_memory:g} GB"
-    yield f"fit        {query.config.deepspeed} {verdict} {gpus}: it needs {estimate.peak / 1e9:,.1f} GB per GPU"
+    reserve = "" if estimate.fits(gpu_memory) else ", and a tenth of the memory must stay free"
+    yield (
+        f"fit        {query.config.deepspeed} {verdict} {gpus}: it needs {estimate.peak / 1e9:,.1f} GB per GPU{reserve}"
+    )
     smallest = smallest_that_fits(query, towers, gpu_memory)
     if smallest is None:
-        yield f"smallest   no ZeRO stage fits: {FIX}"
+        yield f"smallest   no ZeRO stage fits: {FIX_AT_ANY_STAGE}"
     else:
         name, estimate_of_smallest = smallest
         yield f"smallest   {name}, which needs {estimate_of_smallest.peak / 1e9:,.1f} GB per GPU"
