@@ -125,7 +125,7 @@ class AugmentConfig(Section):
     def _jitter_is_used(self) -> AugmentConfig:
         default = type(self).model_fields["color_jitter"].default
         if self.color_jitter != default and not self.color_jitter_prob:
-            raise ValueError("color_jitter has no effect without color_jitter_prob; set the probability too")
+            raise ValueError("color_jitter has no effect without color_jitter_prob; set color_jitter_prob too")
         return self
 
 
@@ -192,8 +192,8 @@ class DataConfig(Section):
     """Skip the samples that do not fill an epoch's last batch. Otherwise, every sample is seen exactly once per epoch,
     and the last batch may have empty rows."""
     max_bad_fraction: float = Field(0.01, ge=0, le=1)
-    """Fraction of bad samples above which the run stops. For the last 1,000 steps of a single rank, a limit 10 times as
-    high applies."""
+    """Largest accepted fraction of bad samples among all samples read; above it, the run stops. The run also stops if
+    more than 10 times this fraction of the samples of one rank's last 1,000 steps are bad."""
 
     @field_validator("train", "captions", mode="before")
     @classmethod
@@ -293,15 +293,15 @@ class VisionConfig(TowerConfig):
     class_token_only: Literal["auto"] | bool = "auto"
     """Whether the last block computes only the class token, which gives the same feature with 7% fewer operations (in a
     ViT-B/16). `auto` does so on CPUs, for vision transformers that pool at the class token; `true` does so on GPUs too,
-    which has not been measured yet. Applies to pretrained towers too."""
+    where its speed has not been measured yet. Applies to pretrained towers too."""
     projection: Projection = "linear"
     """Projection of the image model's feature to the joint space, without biases: one `linear` layer, or an `mlp` with
     (width + d) // 2 hidden units and GELU, as in open_clip."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Additional keyword arguments of `timm.create_model`, such as patch_size, embed_dim, depth, num_heads."""
     mean: tuple[float, float, float] | None = None
-    """Mean per channel, subtracted from pixels in [0, 1]. By default, the mean of `pretrained`, else of OpenAI's
-    CLIP."""
+    """Mean per channel, subtracted from pixels in [0, 1]. By default, the mean with which the weights in `pretrained`
+    were trained, else the mean of OpenAI's CLIP."""
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = None
     """Standard deviation per channel, by which pixels are divided. By default, as for `mean`."""
 
@@ -344,11 +344,11 @@ class TextConfig(TowerConfig):
     `model.pretrained`, else 77. If the length differs from the checkpoint's, the position embeddings are resampled, as
     in open_clip."""
     width: int = Field(512, ge=8, le=1 << 16)
-    """Hidden width of the transformer."""
+    """Hidden width of CLIP's text transformer."""
     layers: int = Field(12, ge=1, le=1000)
-    """Number of transformer blocks."""
+    """Number of blocks of CLIP's text transformer."""
     heads: int = Field(8, ge=1, le=1 << 16)
-    """Number of attention heads; must divide the width."""
+    """Number of attention heads in each block; must divide `width`."""
     packed: bool | Literal["auto"] = "auto"
     """Run the text tower only on the tokens of captions, without padding, which changes features only by rounding.
     `true` needs a causal tower that is pooled at EOS, such as CLIP's; `auto` packs such captions on CPUs, unless
@@ -367,11 +367,11 @@ class TextConfig(TowerConfig):
     @model_validator(mode="after")
     def _options_belong_to_the_tower(self) -> TextConfig:
         if not self.pretrained and self.pooling is not None:
-            raise ValueError("pooling has no effect without model.text.pretrained; omit it")
+            raise ValueError("pooling has no effect without model.text.pretrained; omit pooling")
         if self.pretrained:
             for name in REPLACED_BY_TEXT_ENCODER:
                 if is_given(self, name):
-                    raise ValueError(f"{name} has no effect with pretrained, whose encoder has its own; omit it")
+                    raise ValueError(f"{name} has no effect with pretrained, whose encoder determines it; omit {name}")
         return self
 
 
@@ -440,10 +440,12 @@ class ModelConfig(Section):
         trained = {self.trained("vision"), self.trained("text")}
         if self.lora.rank and trained <= {"all", "projection"}:
             raise ValueError(
-                "trainable=all or projection in both towers leaves no weights for lora; freeze part of a tower"
+                "with trainable=all or projection in both towers, lora has no weights to adapt; freeze a tower"
             )
         if not self.lora.rank and trained == {"frozen"}:
-            raise ValueError("vision.trainable and text.trainable are frozen, so nothing trains; unfreeze part of one")
+            raise ValueError(
+                "vision.trainable and text.trainable are frozen, so nothing trains; unfreeze part of a tower"
+            )
         return self
 
     def trained(self, tower: Literal["vision", "text"]) -> Trained:
@@ -518,7 +520,7 @@ class RecoveryConfig(Section):
     """Recovered state that training uses: the optimizer's moments and step count (`moments`), and each sample's u if
     the method keeps u (`statistics`)."""
     reuse: Path | None = None
-    """Run whose recovery is reused; that run must have had the same initial weights and data."""
+    """Folder of a run whose recovery is reused; that run must have had the same initial weights and data."""
 
     @model_validator(mode="after")
     def _gamma_has_a_start(self) -> RecoveryConfig:

@@ -25,6 +25,7 @@ from neuclip_ds.limits import fix_of_limit
 log = logging.getLogger(__name__)
 
 _CHUNK = 16 << 20
+_FIX_OF_CACHE = "set data.cache_dir or TMPDIR to another folder"
 _failures: dict[Path, int] = {}  # how often each path given to `best_effort` could not be written
 
 
@@ -106,7 +107,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 def check_unused(folder: Path) -> None:
     """Raise `UserError` if the path exists and is not an empty folder."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists already and is not an empty folder; remove it or choose another one.")
+        raise UserError(f"{folder} exists already and is not an empty folder; remove it, or choose another folder.")
 
 
 @contextmanager
@@ -263,12 +264,12 @@ def private_folder() -> Path:
         UserError: other users could have put files there.
     """
     folder = Path(tempfile.gettempdir()) / f"neuclip_ds_shards-{os.getuid()}"
-    with explain_disk(folder, "set data.cache_dir"), suppress(FileExistsError):  # the check below reports it
+    with explain_disk(folder, _FIX_OF_CACHE), suppress(FileExistsError):  # the check below reports it
         folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     writable_by_others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or writable_by_others:
-        raise UserError(f"The shard cache {folder} is not a folder that only you can write to; set data.cache_dir.")
+        raise UserError(f"The shard cache {folder} is not a folder that only you can write to; {_FIX_OF_CACHE}.")
     return folder
 
 

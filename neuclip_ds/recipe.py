@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, CliImplicitFlag, CliPositionalArg, CliSettingsSource, SettingsError
 
 from neuclip_ds.config import CONFIG, REPLACED_BY_CHECKPOINT, REPLACED_BY_TEXT_ENCODER, SIZES, Config, without_replaced
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, counted
 from neuclip_ds.losses.methods import METHODS, REGISTERED_OPTIONS, find_method, method_of, method_sections
 from neuclip_ds.losses.options import ObjectiveConfig, objective_config
 from neuclip_ds.losses.plugins import import_plugin
@@ -33,6 +33,7 @@ _NULL = "null"  # value of an option on the command line that removes the recipe
 _EMPTY_MAPPING = "{}"
 _MAX_PROBLEMS = 5  # problems that a message lists
 _MAX_SHOWN = 120  # characters of a value in a message
+_SEE_HELP = "`neuclip-ds train --help all` lists all options."
 
 
 class TrainCommand(Config):
@@ -46,7 +47,8 @@ class TrainCommand(Config):
     print_config: CliImplicitFlag[bool] = False
     """Print the resolved config as YAML and stop."""
     dry_run: CliImplicitFlag[bool] = False
-    """Run all checks that are possible without training, print the data, parameters, memory and traffic, and stop."""
+    """Run all checks that are possible without training, print the size of the data and the model and the estimated
+    memory and traffic, and stop."""
     hostfile: Path | None = None
     """With --dry-run: plan for the nodes in this hostfile instead of the ranks of this launch."""
     gpu_memory: float | None = Field(None, gt=0)
@@ -77,7 +79,8 @@ def parse(argv: Sequence[str]) -> Invocation:
     command = _validate(TrainCommand, switches)
     if (command.hostfile or command.gpu_memory or command.measured) and not command.dry_run:
         raise UserError(
-            "--hostfile, --gpu-memory and --measured belong to --dry-run; pass the hosts for training to the launcher."
+            "--hostfile, --gpu-memory and --measured belong to --dry-run: add --dry-run, or omit them. To train, pass "
+            "the hosts to the launcher."
         )
     if command.profile:
         overrides = {"run.profile_steps": _PROFILED_STEPS, **overrides}
@@ -247,7 +250,7 @@ def _validate(model: type[M], tree: dict[str, Any]) -> M:
     except ValidationError as error:
         problems = [_explain(problem) for problem in error.errors()[:_MAX_PROBLEMS]]
         if error.error_count() > len(problems):
-            problems.append(f"and {error.error_count() - len(problems)} more")
+            problems.append(f"and {counted(error.error_count() - len(problems), 'more problem')}")
         raise UserError(f"The config is wrong: {'; '.join(problems)}") from error
 
 
@@ -286,7 +289,8 @@ def _with_other_methods(tree: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"objective.{_OTHER_METHODS}={_shown(sections)} must map sections of methods to their options.")
     for name, options in sections.items():
         if name not in method_sections():
-            raise UserError(f"unknown key objective.{_OTHER_METHODS}.{name}{nearest(name, method_sections())}")
+            hint = nearest(name, method_sections()) or f"; the sections are {', '.join(method_sections())}."
+            raise UserError(f"The config is wrong: unknown key objective.{_OTHER_METHODS}.{name}{hint}")
         reader = next(method for method in METHODS if name in METHODS[method].sections)
         _validate(objective_config(), {"method": reader, name: options})
     used = {name: options for name, options in sections.items() if name in method_of(objective).sections}
@@ -329,9 +333,10 @@ def _command_line(argv: Sequence[str], ignore_unknown: bool = False) -> dict[str
         for argument in argv:
             option = with_dashes(argument.split("=")[0])
             if argument.startswith("--") and option not in known:
-                raise UserError(f"Unknown option {_shown(option, str)}{nearest(option, known)}") from error
+                hint = nearest(option, known) or "."
+                raise UserError(f"Unknown option {_shown(option, str)}{hint} {_SEE_HELP}") from error
         reason = _shown(str(error).removeprefix("error parsing CLI: "), str)
-        raise UserError(f"The command line is wrong: {reason}; see --help.") from error
+        raise UserError(f"The command line is wrong: {reason}. {_SEE_HELP}") from error
 
 
 def _with_null_lists(tree: dict[str, Any]) -> dict[str, Any]:

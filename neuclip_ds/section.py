@@ -58,7 +58,8 @@ class Section(BaseModel):
                 raise ValueError(f"{text[:50]!r} contains a NUL character or a surrogate")
             if redact(text) != text:
                 raise ValueError(
-                    "it contains a secret: set the secret in an environment variable that the store's library reads"
+                    "the value contains a secret; remove the secret here, and set it in an environment variable that "
+                    "the store's library reads"
                 )
         return value
 

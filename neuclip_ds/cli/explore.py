@@ -89,7 +89,7 @@ def check_options(options: argparse.Namespace) -> None:
     for folder in options.features or []:
         check_path("--features", folder)
         if not is_local(folder):
-            raise UserError(f"--features={folder} is remote: copy the folder to this machine.")
+            raise UserError(f"--features={folder} is remote: copy the folder to this machine, and pass the copy.")
     if options.features is not None and len(options.features) != len(options.models):
         raise UserError(
             f"--features lists {counted(len(options.features), 'folder')} for {counted(len(options.models), 'model')}: "
@@ -97,7 +97,8 @@ def check_options(options: argparse.Namespace) -> None:
         )
     if options.features is not None and options.captions is not None:
         raise UserError(
-            "--captions has no effect with --features, which contain the captions that embed used: omit --captions."
+            "--captions has no effect with --features, because the folders record which captions were embedded: omit "
+            "--captions."
         )
     for package in _PACKAGES:
         spec = importlib.util.find_spec(package)
@@ -174,7 +175,9 @@ def open_images(
     folder = Path(options.images).expanduser()
     if _is_image_folder(folder):
         if embeddings:
-            raise UserError(f"--features are for shards, but {options.images} contains image files: omit --features.")
+            raise UserError(
+                f"--features applies only to shards, but {options.images} contains images: omit --features."
+            )
         loading = loader_options(data, communicator)
         return _Images(collection=FolderImages(folder, captions), manifest=None, loading=loading)
     with tempfile.TemporaryDirectory() as scratch:

@@ -49,8 +49,9 @@ class Parser(argparse.ArgumentParser):
         """Return the values of all options; raise UserError for an unknown, missing or invalid option."""
         options, unknown = self.parse_with_overrides(arguments)
         if unknown:
+            kind = "option" if unknown[0].startswith("-") else "argument"
             hint = nearest(unknown[0].split("=")[0], self._option_string_actions) or "."
-            raise UserError(f"Unknown option {unknown[0]}{hint} See --help.")
+            raise UserError(f"Unknown {kind} {unknown[0]}{hint} See {self.prog} --help.")
         return options
 
     def parse_with_overrides(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

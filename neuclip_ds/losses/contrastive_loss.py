@@ -178,7 +178,7 @@ class ContrastiveLoss(nn.Module):
                 self._require_usable(stored_name)
         if self.function.needs_index and not samples:
             name = self._config.method
-            raise UserError(f"{name} keeps state of each sample: pass the size of the training set, samples=...")
+            raise UserError(f"{name} keeps state of each sample: pass the size of the training set as samples=...")
 
     @property
     def config(self) -> ObjectiveConfig:
@@ -329,7 +329,10 @@ class ContrastiveLoss(nn.Module):
                     "torch.no_grad() for both."
                 )
             elif image_features.dtype == torch.float64 and self._dtype != torch.float64:
-                raise RuntimeError("begin() has started a batch in float32: build the loss with dtype=torch.float64.")
+                raise RuntimeError(
+                    "The features are float64, but begin() has started a batch in float32: build the loss with "
+                    "dtype=torch.float64."
+                )
             elif not len(image_features) == len(text_features) == pending.rows:
                 raise RuntimeError(
                     f"The loss got {len(image_features)} images and {len(text_features)} texts, but begin() was "
@@ -429,7 +432,7 @@ class ContrastiveLoss(nn.Module):
         """
         function = self.whole_function
         if not isinstance(function, GlobalContrastiveLoss):
-            raise UserError(f"{self._config.method} has no normalizer.")
+            raise UserError(f"{self._config.method} estimates no normalizers: use another method.")
         self._require_announced(REFERENCE, reference is not None)
         self._undo_if_scaler_skipped()
         if valid is None:
@@ -523,7 +526,9 @@ class ContrastiveLoss(nn.Module):
         """
         folder = Path(folder)
         if not (folder / INDEX).is_file():
-            raise UserError(f"{folder} does not contain a saved loss: {INDEX} is missing.")
+            raise UserError(
+                f"{folder} does not contain a saved loss: {INDEX} is missing; pass the folder given to save()."
+            )
         files = ShardFiles(folder)
         self._prepare_to_load(files.metadata, str(folder))
         files.fill(self.function.row_tables())
@@ -664,9 +669,7 @@ class ContrastiveLoss(nn.Module):
         if is_given:
             self._require_usable(name)
         elif self._announces(name):
-            raise UserError(
-                f"{_OPTIONS[name]} is set, but a batch lacks its features: pass {name}=(image, text) to the loss."
-            )
+            raise UserError(f"{_OPTIONS[name]} is set, but a batch lacks its features: pass {name}=(image, text).")
 
     def _announces(self, name: str) -> bool:
         """Return whether the options require these stored features in every batch."""
@@ -691,7 +694,7 @@ class ContrastiveLoss(nn.Module):
         if problem is None:
             problem = problem_with_norms(image, text, valid, not_finite=self.scaler is not None)
         if problem is None and index is None and training and self.function.needs_index:
-            problem = f"index is missing: {self._config.method} keeps state of each sample."
+            problem = f"index is missing: {self._config.method} keeps state of each sample, so pass index."
         return problem
 
     def _pending_batch(
@@ -818,7 +821,8 @@ def _validated(options: dict[str, Any], name: str) -> ObjectiveConfig:
         problems: list[str] = []
         for problem in error.errors():
             option = ".".join(str(part) for part in problem["loc"])
-            problems.append(f"{option}: {problem['msg']}")
+            message = problem["msg"].removeprefix("Value error, ")
+            problems.append(f"{option}: {message}" if option else message)
         raise UserError(f"The options of {name} are wrong: {'; '.join(problems)}") from error
 
 

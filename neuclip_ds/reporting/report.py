@@ -185,7 +185,9 @@ def _duration(launches: list[Launch]) -> str:
         return "an unknown time"
     unknown = sum(launch.end is None for launch in launches[:-1])
     text = str(duration(_until_now(launches)))
-    return f"{text}, without {counted(unknown, 'launch that was', 'launches that were')} killed" if unknown else text
+    if not unknown:
+        return text
+    return f"{text}, not counting {counted(unknown, 'launch that was', 'launches that were')} killed"
 
 
 def _until_now(launches: list[Launch]) -> list[Launch]:
@@ -229,11 +231,15 @@ def _scores(series: Mapping[str, Series], val: object) -> Iterator[str]:
         last = [_percent(values[-1]), f"{steps[-1]:,}"]
         rows.append([name, *last, _percent(values[best]), f"{steps[best]:,}", shown_chance, interval])
     if rows:
-        header = ["score", "last", "at step", "best", "at step", "chance", "95% interval of the last"]
+        header = ["score", "last", "at step", "best", "at step", "chance", "95% interval of the last score"]
         yield _table("Scores, %", header, rows)
     if "retrieval_pairs" in series:
         _, pair_counts = series["retrieval_pairs"]
-        origin = "held out of data.train" if isinstance(val, int) else f"of {html.escape(str(val))}"
+        origin = f"of {html.escape(str(val))}"
+        if isinstance(val, int):
+            origin = "held out of data.train"
+        elif val == "auto":
+            origin = "of the val folder next to data.train, or held out of data.train (data.val is auto)"
         yield f"<p>Recall is measured on {pair_counts[-1]:,.0f} pairs {origin}.</p>"
     elif val == "":
         yield "<p>There is no recall: no pairs were held out (data.val is empty).</p>"
@@ -272,7 +278,7 @@ def _blends(run: Path) -> Iterator[str]:
         except (OSError, ValueError, TypeError, KeyError, AttributeError):  # damaged; `evaluate` writes it again
             continue
         yield _table(f"Blends of {path.parent.name} with its start, %", header, rows)
-        yield f"<p>0 is the start, {html.escape(blends.start)}; 1 is the result.</p>"
+        yield f"<p>Blend 0 is the start, {html.escape(blends.start)}; blend 1 is the result.</p>"
         yield blends_plot(blends)
 
 
@@ -384,7 +390,7 @@ def _events(run: Path) -> Iterator[str]:
     if rows:
         yield _table("Events", ["step", "rank", "kind", "message"], rows)
     if len(events) > _MAX_EVENTS:
-        yield f"<p>and {len(events) - _MAX_EVENTS} more in events.jsonl</p>"
+        yield f"<p>and {len(events) - _MAX_EVENTS} more events in events.jsonl</p>"
 
 
 def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -58,8 +58,8 @@ def retrieved_lines(folder: Path) -> Iterator[str]:
     except (OSError, ValueError, KeyError, TypeError):
         return
     if rows:
-        yield f"<h2>Examples of text to image retrieval at step {step:,}</h2>"
-        yield "<p>The images that the model ranks first for a caption; the caption's own image is marked.</p>"
+        yield f"<h2>Examples of text-to-image retrieval at step {step:,}</h2>"
+        yield "<p>The images that the model ranks first for each caption; the caption's own image is marked.</p>"
         yield f'<div class="table"><table class="retrieved">{"".join(rows)}</table></div>'
 
 

@@ -148,8 +148,8 @@ class ShardFiles:
             next_row = high
         if next_row < stop:
             raise UserError(
-                f"{self.folder} lacks rows {next_row} to {stop} of {name} ({kind}): it was written with other data or "
-                "settings, or files are missing; restore the folder, or start a new run (--run.name)."
+                f"{self.folder} lacks the rows [{next_row}, {stop}) of {name} ({kind}): it was written with other data "
+                "or settings, or files are missing; restore the folder, or start a new run (--run.name)."
             )
         if not pieces:
             return torch.empty(0, device="cpu")
@@ -168,8 +168,9 @@ class ShardFiles:
             stored = {name.removeprefix(prefix) for name in self.names(TABLE) if name.startswith(prefix)}
             if stored != set(table.tensors):
                 raise UserError(
-                    f"{self.folder} contains {sorted(stored)}, but this run needs {sorted(table.tensors)}; set "
-                    "objective.method to the method of the checkpoint."
+                    f"{self.folder} contains these statistics of each sample: {', '.join(sorted(stored)) or 'none'}; "
+                    f"but this run needs: {', '.join(sorted(table.tensors))}. Set objective.method to the method of "
+                    "the checkpoint."
                 )
             for key, target in table.tensors.items():
                 self._fill(prefix + key, target, table)

@@ -153,7 +153,7 @@ def test_options_without_effect_are_refused(folder: Path, shards: Path) -> None:
         ("evaluate", str(folder / "clip"), "--blend=0", *data, out): "is not a run of neuclip_ds",
         ("evaluate", str(folder / "zero3"), "--blend=0", "--target=x", *data, out): "--target=x matches 0 tasks",
         ("export", out): "Pass one run, or several runs after --soup",
-        ("export", "--soup", str(folder / "lora"), "--blend=0.5", out): "--blend applies to one run",
+        ("export", "--soup", str(folder / "lora"), "--blend=0.5", out): "--blend applies only to a single run",
     }
     for (command, *options), message in mistakes.items():
         assert message in call(f"tools/{command}.py", *options, code=2).stderr

@@ -44,12 +44,12 @@ MISTAKES |= {
     ("embed", "openai/clip", "/nope", "--out=out"): "SHARDS=/nope: /nope does not exist",
     ("embed", "timm:a", ".", "--out=out", "--output=joint"): "timm:a has no joint space of images and texts",
     ("embed", "timm:a", ".", "--out=out", "--all-captions"): "timm:a encodes no captions: omit --captions",
-    ("embed", "timm:a", ".", "--out=out", "--pooling=cls"): "--pooling is for text encoders",
+    ("embed", "timm:a", ".", "--out=out", "--pooling=cls"): "--pooling applies only to text encoders",
     ("embed", "timm:a", ".", "--out=out", "--image-size=4"): "--image-size=4 must be from 8",
     ("embed", "hf:a/b", ".", "--out=out", "--ema"): "hf:a/b is not a run",
     ("embed", "hf:a/b", ".", "--out=out", "--crops=2"): "hf:a/b encodes no images: omit --crops",
-    ("embed", "a/b", ".", "--out=out", "--image-size=96"): "--image-size is for image encoders",
-    ("embed", "a/b", ".", "--out=out", "--seed=1"): "--crop-scale and --seed are for random crops: set --crops",
+    ("embed", "a/b", ".", "--out=out", "--image-size=96"): "--image-size applies only to image encoders",
+    ("embed", "a/b", ".", "--out=out", "--seed=1"): "--crop-scale and --seed have no effect without --crops",
     ("embed", "a/b", ".", "--out=out", "--crops=2", "--crop-scale=1"): "--crop-scale=1 must be above 0 and below 1",
 }
 # print the help of all commands; make all mistakes; print the heavy libraries that were imported on the way
@@ -160,7 +160,7 @@ def test_the_rank_that_launchers_add_is_ignored(rank: str, capsys: pytest.Captur
 def test_without_a_recipe_the_demo_runs(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
     main(["train", "--print-config"])
     assert "name: demo\n" in capsys.readouterr().out
-    assert caplog.text.count("No recipe is named, so this runs the demo recipe") == 1
+    assert caplog.text.count("No recipe is named, so the demo recipe runs") == 1
 
 
 def test_the_version_and_the_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -177,7 +177,7 @@ def expanding_aliases(value: str) -> str:
         ("include: demo", "is not a list of recipes"),
         ("objective: {method: [gcl]}", "objective.method=['gcl'] is unknown"),
         ("run: 5", "run=5"),
-        ("{" + ", ".join(f"k{number}: 1" for number in range(50)) + "}", "and 45 more"),
+        ("{" + ", ".join(f"k{number}: 1" for number in range(50)) + "}", "and 45 more problems"),
     ],
 )
 def test_invalid_recipes_are_refused_in_one_line(text: str | bytes, words: str, tmp_path: Path) -> None:

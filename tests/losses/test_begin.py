@@ -256,7 +256,7 @@ def test_a_batch_with_fewer_than_two_valid_rows_is_an_error_on_all_ranks() -> No
     for messages in (lost_batch(Communicator()), *run_ranks(2, lost_batch)):
         assert len(messages) == 4
         for message in messages:
-            assert message.startswith(f"Step 1: only 1 of the batch's {ROWS} samples can be used")
+            assert message.startswith(f"Step 2: only 1 of the batch's {ROWS} samples can be used")
 
 
 def late_process_group(communicator: Communicator) -> float:
