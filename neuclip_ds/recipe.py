@@ -47,8 +47,8 @@ class TrainCommand(Config):
     print_config: CliImplicitFlag[bool] = False
     """Print the resolved config as YAML and stop."""
     dry_run: CliImplicitFlag[bool] = False
-    """Run all checks that are possible without training, print the size of the data and the model and the estimated
-    memory and traffic, and stop."""
+    """Run all checks that are possible without training, print the sizes of the data and of the model and the
+    estimated memory and traffic, and stop."""
     hostfile: Path | None = None
     """With --dry-run: plan for the nodes in this hostfile instead of the ranks of this launch."""
     gpu_memory: float | None = Field(None, gt=0)

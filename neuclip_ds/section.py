@@ -51,7 +51,7 @@ class Section(BaseModel):
             if isinstance(leaf, float) and not math.isfinite(leaf):
                 raise ValueError(f"{text} is not a finite number")
             if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
-                raise ValueError("a number does not fit in 64 bits")
+                raise ValueError(f"the number {text[:50]} does not fit in 64 bits")
             if not isinstance(leaf, (type(None), float, int, str, PurePath, BaseModel)):
                 raise ValueError(f"{text[:50]} is a {type(leaf).__name__}; write it in quotes")
             if re.search("[\0\ud800-\udfff]", text):

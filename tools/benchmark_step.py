@@ -226,7 +226,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         nargs="+",
         choices=VARIANTS,
         default=[DEFAULT],
-        help="configs of our programs, as described above (by default `default`, the recipe as it is)",
+        help="configs of our programs, as described above (default: `default`, the recipe as it is)",
     )
     parser.add_argument(
         "--peers",

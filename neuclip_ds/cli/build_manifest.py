@@ -35,7 +35,9 @@ def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds build-manifest", description=__doc__)
     parser.add_argument("folder", type=Path, help="folder for the manifest")
     parser.add_argument("sources", nargs="+", help="tars, folders, globs, brace patterns, URLs, or .txt lists of these")
-    parser.add_argument("--no-checksum", action="store_true", help="read only the headers of local shards; skip CRC-32")
+    parser.add_argument(
+        "--no-checksum", action="store_true", help="read only the headers of local shards, and store no checksums"
+    )
     parser.add_argument(
         "--from-side-files",
         action="store_true",

@@ -65,7 +65,7 @@ class NpnConfig(Section):
             raise ValueError("kappa needs network=prototypes; omit kappa, or set network=prototypes")
         if self.kappa is not None and self.alpha_grad != "full":
             raise ValueError(
-                f"kappa has its own gradient, so alpha_grad={self.alpha_grad} has no effect; omit one of the two"
+                f"kappa has its own gradient, so alpha_grad={self.alpha_grad} has no effect; omit kappa or alpha_grad"
             )
         return self
 

@@ -155,7 +155,7 @@ def locate_model(config: ModelConfig, weights: bool = True) -> ModelRef:
     if config.text.pretrained:
         from neuclip_ds.models.pretrained.text_encoder import locate_text_encoder
 
-        text = str(locate_text_encoder(config.text.pretrained, "model.text.pretrained", weights))
+        text = str(locate_text_encoder(config.text.pretrained, "model.text.pretrained=", weights))
     return TowerRefs(image, text)
 
 

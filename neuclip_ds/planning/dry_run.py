@@ -195,7 +195,8 @@ def _memory_lines(
     towers = count_towers(query)
     estimate = account(query, towers)
     unknown = "" if query.samples else ", without u because the number of samples is unknown"
-    yield f"memory     of each rank's {'GPU' if query.device == 'cuda' else 'CPU'} in MB, computed{unknown}:"
+    where = "each rank's GPU" if query.device == "cuda" else "each rank"
+    yield f"memory     of {where} in MB, computed{unknown}:"
     yield from estimate.lines()
     loaders = loader_memory(query, max(nodes.values(), default=local_ranks()), bytes_of_features)
     yield f"loaders    {loaders.describe()}"

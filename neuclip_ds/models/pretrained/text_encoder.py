@@ -167,12 +167,12 @@ class PretrainedTextEncoder:
     tokenizer: TextEncoderTokenizer
 
 
-def locate_text_encoder(name: str, option: str = "MODEL", weights: bool = True) -> Path:
+def locate_text_encoder(name: str, setting: str = "MODEL=hf:", weights: bool = True) -> Path:
     """Return the folder of a text encoder, downloading its files from the hub if needed; call on one rank only.
 
     Args:
         name: a folder, or a name on the hub.
-        option: the option whose value is `name`, for messages.
+        setting: text before the name in the setting that contains it, for messages.
         weights: whether to locate the weights as well.
 
     Raises:
@@ -180,9 +180,9 @@ def locate_text_encoder(name: str, option: str = "MODEL", weights: bool = True) 
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        folder = download(name, SMALL_FILES, option)
+        folder = download(name, SMALL_FILES, setting)
         for pattern in WEIGHT_PATTERNS if weights else ():
-            if any(download(name, [pattern], option).glob(pattern)):
+            if any(download(name, [pattern], setting).glob(pattern)):
                 break
     return folder.resolve()
 
