@@ -276,7 +276,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         "--share-model", default="models/vitb16", help="recipe for the part `shares` (default: models/vitb16)"
     )
     parser.add_argument(
-        "--share-rows", type=int, default=16, help="pairs per real step of the part `shares` (default: 16)"
+        "--share-rows", type=int, default=16, help="pairs in each real step of the part `shares` (default: 16)"
     )
     parser.add_argument(
         "--share-steps", type=int, default=2, help="real steps of `shares` after the first (default: 2)"
@@ -288,7 +288,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         help=f"the paper's batch size, for `shares` (default: {_PAPER_BATCH})",
     )
     parser.add_argument(
-        "--paper-ranks", type=int, help=f"ranks for --paper-batch (default: {_PAPER_RANKS}, or the number of GPUs)"
+        "--paper-ranks",
+        type=int,
+        help=f"ranks that share --paper-batch (default: {_PAPER_RANKS}, or the number of GPUs)",
     )
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark_step"), help="folder for all outputs")
     arguments, overrides = parser.parse_known_args(argv)

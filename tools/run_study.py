@@ -68,7 +68,11 @@ def main() -> None:
         default=1,
         help="image features: means of the tower's output in GRID x GRID cells, concatenated",
     )
-    parser.add_argument("--pixels", action="store_true", help="train small towers on pixels and words instead of heads")
+    parser.add_argument(
+        "--pixels",
+        action="store_true",
+        help="train small towers on pixels and words, instead of heads on frozen towers",
+    )
     parser.add_argument("--trainer", action="store_true", help="train towers with the trainer, on one or two sources")
     parser.add_argument("--larger", action="store_true", help="with --trainer: larger towers and batches, for a GPU")
     parser.add_argument(

@@ -33,7 +33,9 @@ def main(arguments: Sequence[str]) -> None:
     near = "drop samples whose image has a cosine similarity of COSINE (such as 0.95) or more to that of a kept sample"
     parser.add_argument("--near-duplicates", type=float, metavar="COSINE", help=near)
     parser.add_argument("--uid-column", default="uid", help="column of uids")
-    parser.add_argument("--within", nargs="+", type=Path, default=[], help="keep only uids listed in all these files")
+    parser.add_argument(
+        "--within", nargs="+", type=Path, default=[], help="keep only uids that all these .npy files list"
+    )
     options = parser.parse(arguments)
     rules = (options.min, options.max, options.top, options.near_duplicates)
     if all(value is None for value in rules):

@@ -19,7 +19,7 @@ SCRIPTS = [
 ]
 # option of `train` -> expected part of the message
 TRAIN_MISTAKES = {
-    "--data.train=/nope": "data.train=/nope: /nope does not exist",
+    "--data.train=/nope": "data.train=/nope does not exist",
     "--data.val=/nope::/tmp": "data.val=/nope::/tmp: /nope does not exist",
     "--data.evaluation_sets=/nope": "/nope does not exist",
     "--data.train=nope://bucket/{0..9}.tar": "Protocol not known: nope",
@@ -34,14 +34,14 @@ TRAIN_MISTAKES = {
 MISTAKES = {("train", "demo", option): message for option, message in TRAIN_MISTAKES.items()}
 MISTAKES |= {
     ("evaluate", "nope", "--data=."): "MODEL=nope does not exist",
-    ("evaluate", ".", "--data", ".", "/nope"): "--data=/nope: /nope does not exist",
-    ("export", "runs/nope", "--out=out"): "RUN=runs/nope: runs/nope does not exist",
+    ("evaluate", ".", "--data", ".", "/nope"): "--data=/nope does not exist",
+    ("export", "runs/nope", "--out=out"): "RUN=runs/nope does not exist",
     ("explore", "nope", "--images=."): "MODEL=nope does not exist",
-    ("explore", "a/b", "--images=/nope"): "--images=/nope: /nope does not exist",
-    ("explore", "a/b", "--images=.", "--features", "/nope"): "--features=/nope: /nope does not exist",
+    ("explore", "a/b", "--images=/nope"): "--images=/nope does not exist",
+    ("explore", "a/b", "--images=.", "--features", "/nope"): "--features=/nope does not exist",
     ("explore", "a/b", "--images=."): "gradio, which is not installed: run pip install 'neuclip_ds[explore]'",
     ("embed", "a/b/c", ".", "--out=out"): "MODEL=a/b/c does not exist",
-    ("embed", "openai/clip", "/nope", "--out=out"): "SHARDS=/nope: /nope does not exist",
+    ("embed", "openai/clip", "/nope", "--out=out"): "SHARDS=/nope does not exist",
     ("embed", "timm:a", ".", "--out=out", "--output=joint"): "timm:a has no joint space of images and texts",
     ("embed", "timm:a", ".", "--out=out", "--all-captions"): "timm:a encodes no captions: omit --captions",
     ("embed", "timm:a", ".", "--out=out", "--pooling=cls"): "--pooling applies only to text encoders",
