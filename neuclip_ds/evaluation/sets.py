@@ -167,7 +167,10 @@ def open_labeled(path: Path) -> EvaluationSet:
     """Open a zero-shot set with its prompts; raise UserError if a file is missing or the set is of a different kind."""
     labeled_set = open_set(path)
     if labeled_set.kind != "classification":
-        raise UserError(f"{path} is a {labeled_set.kind} set; pass a zero-shot set.")
+        raise UserError(
+            f"{path} is a {labeled_set.kind} set, not a zero-shot set; pass another set, or if its samples have labels, "
+            "remove its dataset_type.txt."
+        )
     if not labeled_set.class_names:
         class_names = _read_lines(path / _CLASS_NAMES)
         templates = _read_lines(path / _TEMPLATES)

@@ -114,11 +114,11 @@ def _create_with_weights(config: VisionConfig, weights: Mapping[str, Tensor]) ->
 def _checked_width(config: VisionConfig) -> int:
     """Return the width of the pooled feature, found by a trial run on the meta device."""
     _check_names(config)
-    drop = f", with patch_drop={config.patch_drop}" if config.patch_drop else ""
+    drop = f" and patch_drop={config.patch_drop}" if config.patch_drop else ""
     size = config.resolved_image_size()
-    attempt = f"{config.name!r} for images of {size} pixels{drop}, with the options {config.options}"
+    attempt = f"{config.name!r} for images of {size} pixels with options={config.options}{drop}"
     with (
-        explained(f"timm cannot build {attempt}", "correct model.vision.options or the size of the images"),
+        explained(f"timm cannot build {attempt}", "correct the options or the size of the images"),
         torch.device("meta"),
     ):
         trial = _create(config).eval()

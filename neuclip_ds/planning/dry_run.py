@@ -145,7 +145,7 @@ def _model_lines(query: MemoryQuery, engine: dict[str, Any]) -> Iterator[str]:
         for name in TOWERS
     ]
     if any(checkpointed):
-        line += f", activation checkpointing in {checkpointed[0]} + text {checkpointed[1]} blocks"
+        line += f", activation checkpointing in {checkpointed[0]} image and {checkpointed[1]} text blocks"
     yield f"model      {line}"
     if image.frozen or text.frozen:
         yield f"trained    {image.trained:,} + text {text.trained:,} = {image.trained + text.trained:,}"
