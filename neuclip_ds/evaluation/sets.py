@@ -168,8 +168,8 @@ def open_labeled(path: Path) -> EvaluationSet:
     labeled_set = open_set(path)
     if labeled_set.kind != "classification":
         raise UserError(
-            f"{path} is a {labeled_set.kind} set, not a zero-shot set; pass another set, or if its samples have labels, "
-            "remove its dataset_type.txt."
+            f"{path} is a {labeled_set.kind} set, not a zero-shot set; pass another set, or if its samples have "
+            "labels, remove its dataset_type.txt."
         )
     if not labeled_set.class_names:
         class_names = _read_lines(path / _CLASS_NAMES)
