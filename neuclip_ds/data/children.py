@@ -103,7 +103,7 @@ def _describe_first_end(processes: Sequence[SpawnProcess]) -> str:
 def describe_exit(code: int) -> str:
     """Describe how a child process ended, and suggest a fix; `code` is its exit code, negative for a signal."""
     if code == -signal.SIGKILL:
-        return "was killed (SIGKILL); if memory ran out, use fewer processes"
+        return "was killed (SIGKILL); if memory ran out, close other programs, or use fewer processes"
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     return f"ended with exit code {code}; its output above may name the reason"

@@ -57,8 +57,8 @@ def _check_stored_features(config: Config) -> None:
     if distill.features is not None and distill.contrastive_weight == 0:
         raise UserError(
             "objective.reference_model has no effect with objective.distill.contrastive_weight=0, because the "
-            "reference is part of the method's loss: omit the option, or "
-            "set objective.distill.contrastive_weight above 0."
+            "reference is part of the method's loss: omit objective.reference_model, or set "
+            "objective.distill.contrastive_weight above 0."
         )
     if config.recovery.epochs and config.recovery.loss == "hgcl":
         raise UserError(
@@ -99,7 +99,7 @@ def check_length(done: int, total: int) -> None:
     if done > total:
         raise UserError(
             f"The run has trained for {done:,} steps, more than the {total:,} that epochs or max_steps allow: raise "
-            "them to train further, or give the run another name (--run.name)."
+            "this option to train further, or give the run another name (--run.name)."
         )
 
 

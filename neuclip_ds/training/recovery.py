@@ -153,7 +153,7 @@ def find_reused(context: RunContext) -> Path:
             checkpoints.extend(complete_checkpoints(folder / "checkpoints"))
         if not checkpoints:
             raise UserError(
-                f"recovery.reuse={path} contains no recovered statistics. Pass a run whose recovery is complete."
+                f"recovery.reuse={path} contains no complete checkpoint. Pass a run whose recovery is complete."
             )
         return str(max(checkpoints))
 

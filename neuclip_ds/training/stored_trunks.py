@@ -33,7 +33,7 @@ def check_frozen_trunks(config: Config) -> None:
             raise UserError(
                 f"data.{table} contains the outputs of a frozen trunk, but model.lora.rank={config.model.lora.rank} "
                 f"adds adapters to it: set model.{tower}.trainable=projection to adapt only the other tower, or omit "
-                "one of them."
+                "one of these two options."
             )
     if IMAGE in folders and config.model.vision.patch_drop:
         raise UserError(

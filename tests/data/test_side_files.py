@@ -100,8 +100,8 @@ def test_no_shard_is_read_from_a_bucket(bucket: Files, local: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("store", "name", "data", "reason"),
     [
-        ("local", "00000_stats.json", b"[" * 99_999, 'it is not JSON with "successes"'),
-        ("local", "00000_stats.json", b"[3]", 'it is not JSON with "successes"'),
+        ("local", "00000_stats.json", b"[" * 99_999, 'it is not JSON with the key "successes"'),
+        ("local", "00000_stats.json", b"[3]", 'it is not JSON with the key "successes"'),
         ("http", "00000_stats.json", b'{"successes": "3"}', "\"successes\" is '3'"),
         ("local", "00000_stats.json", b'{"successes": -1}', '"successes" is -1'),
         ("local", "00000_stats.json", b'{"successes": 999999}', "lists 999999 samples, but the shard is only"),
@@ -160,7 +160,7 @@ def test_errors_that_pass_are_tried_again(http: Files, local: Path, tmp_path: Pa
 
 
 def test_what_has_no_side_files(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"is not the address of a \.tar"):
+    with pytest.raises(UserError, match=r"does not end in \.tar"):
         build(tmp_path / "m", "https://host/00000.tar?signature=x")
     for options in ({"checksum": True}, {"uids": ("a.npy",)}):
         with pytest.raises(UserError, match="are read from the shards; omit --from-side-files"):
