@@ -329,7 +329,8 @@ def _command_line(argv: Sequence[str], ignore_unknown: bool = False) -> dict[str
         for argument in argv:
             option = with_dashes(argument.split("=")[0])
             if argument.startswith("--") and option not in known:
-                raise UserError(f"Unknown option {_shown(option, str)}{nearest(option, known)}") from error
+                hint = nearest(option, known) or "; --help all lists all options."
+                raise UserError(f"Unknown option {_shown(option, str)}{hint}") from error
         reason = _shown(str(error).removeprefix("error parsing CLI: "), str)
         raise UserError(f"The command line is wrong: {reason}; see --help.") from error
 
