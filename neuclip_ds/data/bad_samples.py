@@ -115,7 +115,7 @@ class BadSampleLog:
         if bad <= self._max_fraction * _RECENT_FACTOR * max(seen, _MIN_SAMPLES):
             return None
         return (
-            f"{bad} of the {counted(seen, 'sample')} that a rank on {socket.gethostname()} has read in its last "
+            f"{bad:,} of the {counted(seen, 'sample')} that a rank on {socket.gethostname()} has read in its last "
             f"{counted(len(self._recent), 'step')} cannot be used, more than {_RECENT_FACTOR} times the fraction that "
             f"data.max_bad_fraction={self._max_fraction} allows (the latest reason: {self._new_bad[-1].reason}). Check "
             "the data and the storage on that node."

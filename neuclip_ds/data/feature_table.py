@@ -417,7 +417,7 @@ def find_table(folder: str) -> Stored:
 def _check_fields(folder: str, embedding: Mapping[str, Any]) -> None:
     """Raise UserError if EMBEDDING lacks fields that this version reads, or has values that it does not support."""
     if embedding.get("format") != FORMAT:
-        raise UserError(f"{folder} was written by a version with another format: {_AGAIN} with a new --out.")
+        raise UserError(f"{folder} has the format of another version of neuclip_ds: {_AGAIN} with a new --out.")
     problems = [f"lacks {name}" for name in _FIELDS if name not in embedding]
     if not problems and embedding["dtype"] not in _DTYPES:
         problems.append(f"lists the unknown dtype {embedding['dtype']}")

@@ -118,7 +118,7 @@ class WorkerPool:
             except _WorkerFailure as error:
                 failures += 1
                 if failures == MAX_FAILURES:
-                    raise UserError(f"{error} ({failures} loader processes failed in a row).") from error
+                    raise UserError(f"{error}. This has happened {failures} times in a row.") from error
                 log.warning("replacing a loader process (attempt %d of %d). %s", failures, MAX_FAILURES - 1, error)
             failed = workers[number]
             failed.stop()

@@ -84,7 +84,7 @@ def test_a_killed_build_is_finished_by_the_same_command(folder, tmp_path):
     ("options", "message"),
     [
         (["absent"], "absent does not exist"),
-        (["{folder}", "--captions", "jpg"], "is not a source of captions .*: use txt, txt:lines, json:KEY"),
+        (["{folder}", "--captions", "jpg"], "captions (data.captions or --captions): use txt, txt:lines, json:KEY"),
         (["{folder}", "--uids", "absent.npy"], "The uid file absent.npy cannot be read"),
     ],
 )

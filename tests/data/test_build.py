@@ -167,7 +167,7 @@ def test_an_unreadable_shard_costs_no_other_and_may_be_omitted(folder, tmp_path,
 
 NOT_TARS = {
     "a web page": (b"<!DOCTYPE html><html>Not found</html>" * 40, "is a web page"),
-    "a short answer": (b'\n{"error": "expired"}', "is a JSON text"),
+    "a short answer": (b'\n{"error": "expired"}', "is JSON"),
     "nothing": (b"", r"is empty \(0 bytes\)"),
     "noise": (b"\x01" * 5000, "has no valid header"),
     "zeros": (bytes(20480), "contains only zeros"),
