@@ -166,7 +166,9 @@ def write_manifest(
         raise UserError(f"{folder} already contains a manifest; delete the folder, or choose a different one.")
     if options.side_files:
         if options.has_tables:
-            raise UserError("Uids and checksums are read from the shards; omit --from-side-files, or omit --uids.")
+            raise UserError(
+                "Uids and checksums cannot be read from side files; omit --from-side-files, or omit --uids."
+            )
         check_names(paths)
     UidFiles(options.uids).check_order()
     sizes = {path: _size_of(path) for path in paths}
@@ -344,7 +346,7 @@ def _warn_of_repeats(manifest: Manifest) -> None:
     if len(repeated_hashes):
         high, low = _find_uid(tables, repeated_hashes[0])
         log.warning(
-            "%d of %d samples have the uid of another sample, such as %016x%016x: --uids keeps all samples with the "
+            "%d of %d samples have the uid of an earlier sample, such as %016x%016x: --uids keeps all samples with the "
             "same uid, or none of them. Give each sample a different uid, or omit the copies.",
             len(repeated_hashes),
             count,
@@ -354,8 +356,8 @@ def _warn_of_repeats(manifest: Manifest) -> None:
     repeated_checksums, count = _repeats(tables.image_checksums())
     if len(repeated_checksums):
         log.warning(
-            "%d of %d samples have the image of another sample: within a batch, they are negatives of each other. Put "
-            "all captions of an image into one sample, as neuclip-ds pack does, or omit the copies with --uids.",
+            "%d of %d samples have the image of an earlier sample: within a batch, equal images are negatives of each "
+            "other. Put all captions of an image into one sample, as neuclip-ds pack does, or omit copies (--uids).",
             len(repeated_checksums),
             count,
         )

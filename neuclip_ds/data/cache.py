@@ -96,8 +96,8 @@ class ShardCache:
         """
         if expected_bytes > self.capacity_bytes:
             raise UserError(
-                f"{url} takes {expected_bytes / 1e9:.3g} GB and does not fit into the cache: raise "
-                f"data.cache_gb={self.capacity_bytes / 1e9:g}."
+                f"{url} takes {expected_bytes / 1e9:.3g} GB and does not fit into the cache: raise data.cache_gb "
+                f"(now {self.capacity_bytes / 1e9:g})."
             )
         retries = Retries(url, self._max_outage, self._backoff)
         try:

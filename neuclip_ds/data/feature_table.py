@@ -236,7 +236,7 @@ class FeatureTable:
         if not is_encoded.all() and not self.embedding["all_captions"]:
             raise UserError(
                 f"{self.folder} contains features of only one caption per sample, but training draws from all "
-                "captions: embed the data with --all-captions."
+                "captions: run neuclip-ds embed with --all-captions."
             )
         return rows, is_encoded
 

@@ -146,7 +146,7 @@ def _iter_texts(
             shard, _ = manifest.locate(index)
             if shard not in unreadable:
                 path = manifest.shards[shard].path
-                log.warning("the captions of shard %s cannot be read, so no sample is taken from it: %s", path, error)
+                log.warning("the check of captions or the tokenizer's training omits shard %s: %s", path, error)
             unreadable.add(shard)
         else:
             yield texts

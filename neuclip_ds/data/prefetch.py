@@ -260,7 +260,7 @@ class Prefetcher(ForkProcess):
                 self._warned = True
                 log.warning(
                     "batches read more shards than fit in the cache, so shards are fetched repeatedly: raise "
-                    "data.cache_gb=%g",
+                    "data.cache_gb (now %g)",
                     self._cache.capacity_bytes / 1e9,
                 )
             time.sleep(_POLL)

@@ -230,7 +230,7 @@ def log_loss(scan: Scan) -> None:
         )
     elif shard.n_bad or (shard.n == 0 and shard.selection is None):
         good = shard.n - shard.n_bad
-        log.warning("Shard %s: only %d of %d samples have an image and a caption", shard.path, good, shard.n)
+        log.warning("Shard %s: only %d of %d samples have both an image and a caption", shard.path, good, shard.n)
     for cause in scan.causes:
         log.warning("Shard %s: %s", shard.path, cause)
 

@@ -500,6 +500,6 @@ def read_hostfile(path: Path) -> dict[str, int]:
     if not path.is_file():
         raise UserError(f"The hostfile {path} does not exist; hostfiles/ has examples.")
     if path.read_bytes().startswith(codecs.BOM_UTF8):
-        raise UserError(f"DeepSpeed reads the byte order mark of {path} as part of a name; save it without the mark.")
+        raise UserError(f"DeepSpeed reads the byte order mark of {path} as part of a name; save the file without it.")
     with explained(f"DeepSpeed cannot read the hostfile {path}", "write one line `NAME slots=N` for each node"):
         return dict(fetch_hostfile(path))

@@ -408,7 +408,7 @@ def test_tables_of_one_caption_need_samples_of_one_caption(tmp_path: Path, manif
     assert stored.image is None
     drawn = torch.cat([torch.tensor(read_part(tmp_path, shard).first_caption) for shard in range(3)])
     assert torch.equal(table.rows(index, caption=drawn)[0].text, stored.text)
-    with pytest.raises(UserError, match="embed the data with --all-captions"):
+    with pytest.raises(UserError, match="run neuclip-ds embed with --all-captions"):
         table.rows(index, caption=(drawn + 1) % 2)
 
 

@@ -163,5 +163,5 @@ def test_what_has_no_side_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"does not end in \.tar"):
         build(tmp_path / "m", "https://host/00000.tar?signature=x")
     for options in ({"checksum": True}, {"uids": ("a.npy",)}):
-        with pytest.raises(UserError, match="are read from the shards; omit --from-side-files"):
+        with pytest.raises(UserError, match="cannot be read from side files; omit --from-side-files"):
             write_manifest(tmp_path / "m", [], ThreadPoolExecutor(1), replace(OPTIONS, **options))
