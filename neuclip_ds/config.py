@@ -441,7 +441,7 @@ class ModelConfig(Section):
         trained = {self.trained("vision"), self.trained("text")}
         if self.lora.rank and trained <= {"all", "projection"}:
             raise ValueError(
-                "trainable=all or projection in both towers leaves no weights for lora; freeze part of a tower"
+                "trainable=all or projection in both towers leaves no frozen blocks for lora; freeze blocks of a tower"
             )
         if not self.lora.rank and trained == {"frozen"}:
             raise ValueError("vision.trainable and text.trainable are frozen, so nothing trains; unfreeze part of one")

@@ -79,7 +79,7 @@ def read_best(folder: Path) -> Best | None:
     path = folder / "best.json"
     if not path.is_file():
         return None
-    fix = "Delete this file: the next evaluation writes it again"
+    fix = "Restore it from a copy; otherwise, training writes it again when an evaluation is the best so far"
     fields = read_sealed(path, fix)
     best = Best(fields.get("step", 0), fields.get("metric", ""), fields.get("value", 0.0))
     types = [type(value) for value in best]

@@ -106,7 +106,7 @@ def open_manifest(
         stored = _load_stored(folder)
         manifest = stored or build_manifest(paths, processes, options)
         if stored is None:
-            with explain_disk(folder):
+            with explain_disk(folder, "build it elsewhere with neuclip-ds build-manifest, and pass that folder"):
                 folder.mkdir(parents=True, exist_ok=True)
                 write_shards(manifest, folder)
     check_distinct(manifest)

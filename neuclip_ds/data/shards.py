@@ -44,7 +44,9 @@ def resolve_shards(source: str) -> list[str]:
 
 def _resolve(source: str) -> list[str]:
     if not source.strip():
-        raise UserError("The data source is empty; pass a folder of tar shards, a glob, a brace pattern or a manifest.")
+        raise UserError(
+            "The data source is empty; pass a folder of shards, a glob, a brace pattern or a manifest folder."
+        )
     if _BETWEEN in source:
         paths: list[str] = []
         for part in source.split(_BETWEEN):

@@ -161,7 +161,9 @@ def _refuse_unsupported(path: Path, engine: dict[str, Any]) -> None:
                 f"contains the section {section}, but the recipe sets these options: remove the section from the JSON"
             )
     if options.fp16.enabled:
-        problems.append("enables fp16, which is not supported: use zero1_bf16, or zero1_fp32 on a GPU without bf16")
+        problems.append(
+            "enables fp16, which is not supported: use deepspeed=zero1_bf16, or zero1_fp32 on a GPU without bf16"
+        )
     if not options.bf16.check_grad_overflow:
         problems.append(
             "turns off bf16.check_grad_overflow, without which nonfinite gradients are not detected: remove this "
