@@ -11,7 +11,8 @@
 A checkpoint is written under `.partial-...`, synced to disk and read back; rank 0 renames it when all ranks are done.
 Checkpoints do not depend on the number of ranks, the ZeRO stage or the precision, so a resumed run may change any
 of them. States of random number generators are not saved: the data order and augmentation depend only on (seed, step),
-and dropout only on (seed, step, rank). Loading a checkpoint never runs code: all files are text or safetensors.
+and dropout only on (seed, step, rank, micro-batch). Loading a checkpoint never runs code: all files are text or
+safetensors.
 
 `checkpoints/best.json` records the step with the best evaluation (`run.best_metric`).
 """
@@ -172,7 +173,7 @@ class Checkpoints:
         return None
 
     def set_aside_beyond(self, step: int) -> None:
-        """Rename the damaged checkpoints of steps after `step` so that new checkpoints can use their names."""
+        """Rename the checkpoints of steps after `step`, which are damaged, so that new ones can use their names."""
 
         def rename() -> None:
             for path in all_checkpoints(self._folder):
@@ -186,7 +187,7 @@ class Checkpoints:
     ) -> Path:
         """Save and verify the state after `step` steps; then delete the oldest checkpoints if more than `keep` exist.
 
-        If any rank fails to write its files, removes the partial checkpoint and raises `SaveFailed` on all ranks.
+        If any rank fails to write its files, the partial checkpoint is removed and all ranks raise `SaveFailed`.
         """
         target = step_folder(self._folder, step)
         partial = _partial(target)

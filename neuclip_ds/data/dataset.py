@@ -78,7 +78,11 @@ def caption_numbers(seed: int, epochs: ArrayLike, indices: ArrayLike) -> NDArray
 
 
 class SampleReader:
-    """Reads the stored bytes of samples, and describes samples that cannot be used."""
+    """Reads the stored bytes of samples, and describes samples that cannot be used.
+
+    `members` are the extensions of the members with captions. Raises UserError if a shard is remote and there is no
+    `cache`.
+    """
 
     def __init__(self, manifest: Manifest, members: Sequence[str], cache: ShardCache | None = None) -> None:
         self._manifest = manifest

@@ -46,7 +46,9 @@ class EarlySamples:
     If a piece cannot be fetched, the shard is abandoned, and is then fetched as a whole, which handles the error.
 
     Args:
+        cache: the node's cache.
         reader: a reader of the manifest that lists `shards`; the manifest must have sample tables.
+        shards: all shards of the manifest.
         samples_of_batch: a function of a batch's number that returns the indices of the samples that this node reads.
     """
 
@@ -64,7 +66,7 @@ class EarlySamples:
         self._ranges = RangeReader(cache.timeout)
         self._begun: dict[int, PartialShard] = {}  # by the number of the shard
         self._mutex = threading.Lock()  # held while a shard leaves `_begun`
-        self._requested_end = 0  # the samples of later batches have not been requested
+        self._requested_end = 0  # number of the first batch whose samples have not been requested
         self._pool = ThreadPoolExecutor(_THREADS)
 
     def begin(self, numbers: Iterable[int]) -> None:
@@ -113,7 +115,7 @@ class EarlySamples:
                     yield _Claim(sample.shard, shard, piece)
 
     def fetch_rest(self, number: int) -> bool:
-        """Fetch everything else of a begun shard; return whether the shard is now in the cache."""
+        """Fetch the unclaimed bytes of a begun shard, and wait for the others; return whether the cache now has it."""
         shard = self._begun.get(number)
         while shard is not None and not shard.is_complete:
             pieces = shard.claim_next(_REST_PIECES, _REST_BYTES)

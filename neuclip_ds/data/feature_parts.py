@@ -4,7 +4,7 @@
 
     index           int64 (n,)             the samples' global indices, ascending
     image           dtype (n, crops, d)    features of each view of the image; absent if no images were encoded
-    text            dtype (m, d)           features of the captions, sample after sample; absent without captions
+    text            dtype (m, d)           features of the captions, sample after sample; absent if none were encoded
     text_start      int64 (n + 1,)         the captions of sample i are rows text_start[i] ... text_start[i + 1] - 1
     first_caption   int32 (n,)             number of the sample's first encoded caption among all of its captions
 

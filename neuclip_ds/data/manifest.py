@@ -153,7 +153,11 @@ def from_shards(shards: Sequence[Shard]) -> Manifest:
 
 
 def join(manifests: Sequence[Manifest]) -> Manifest:
-    """Join manifests, numbering their samples consecutively; raise UserError if any lacks required sample tables."""
+    """Join manifests, numbering their samples consecutively.
+
+    The result has sample tables if all manifests have them. Raises UserError if one of them lacks tables although
+    another one selects samples by uid.
+    """
     shards: list[Shard] = []
     for manifest in manifests:
         start = shards[-1].start + shards[-1].n if shards else 0

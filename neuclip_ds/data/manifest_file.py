@@ -43,7 +43,7 @@ _SCHEMA = pa.schema(
 )
 _OPTIONAL = ("crc32", "selection", "layout", "part", "group")
 _PART = re.compile(r"part-[\w-]+\.parquet")
-MIN_SAMPLE_BYTES = 512  # size of the header of one member
+MIN_SAMPLE_BYTES = 512  # a sample has at least one member, whose header has this size
 _MAX_SHARD_BYTES = 1 << 40
 
 

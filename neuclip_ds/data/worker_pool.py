@@ -71,7 +71,8 @@ class WorkerPool:
         Jobs must be picklable; at most `prefetch` jobs per worker are read ahead. Error messages contain `folder` (the
         folder of the shards) and `describe(n)` (a name for the result of the n-th job, from 1). If the caller stops
         early, the next call starts new workers. Raises UserError if a job raises it, if a worker fails repeatedly, or
-        if a limit of this machine is too low for workers.
+        if a limit of this machine is too low for workers. Any other exception in a worker is raised as a RuntimeError
+        that contains the traceback.
         """
         count = self._options.workers
         if not count:

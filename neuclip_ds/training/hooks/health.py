@@ -157,7 +157,7 @@ class LoaderMonitor:
 
 
 class WatchHealth(Hook):
-    """Checks every step, and reports problems in the log and in events.jsonl."""
+    """Checks every step, and reports spikes, skipped steps, divergence and slow data in the log and in events.jsonl."""
 
     def start(self, loop: Loop) -> None:
         self._spike_detector = LossSpikeDetector()

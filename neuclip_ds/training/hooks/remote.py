@@ -41,7 +41,7 @@ _MAX_FINAL_WAIT = 1500.0  # seconds at the end; other ranks wait in a collective
 
 
 class CopyRun(Hook):
-    """Copies metrics, logs, and the newest and best checkpoints from rank 0, one copy at a time.
+    """Copies metrics, logs, and the newest and best checkpoints from rank 0 to the remote store, one copy at a time.
 
     A checkpoint saved during a copy is skipped unless it is the newest or best. A failure is recorded as an event and
     does not end the run. A run starts from the newest intact checkpoint in its folder or its copy, and ends by copying
