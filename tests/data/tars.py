@@ -20,7 +20,7 @@ from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.shards import resolve_shards
 
-_NOBODY = 65534  # the number of the user without rights
+_NOBODY = 65534  # ID of the user `nobody`, who has no rights
 
 
 def write_tar(path: Path, members: Iterable[tuple[str, bytes]], tar_format: int = tarfile.USTAR_FORMAT) -> Path:

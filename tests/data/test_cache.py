@@ -141,7 +141,7 @@ def visit(cache: ShardCache, urls: list[str], barrier) -> None:
 
 
 def in_processes(visits: list[tuple[ShardCache, list[str]]]) -> None:
-    context = forks.context()  # its server has not used fsspec, which cannot be forked safely after its first use
+    context = forks.context()  # forks from a process that has not used fsspec, which is not fork-safe after a first use
     barrier = context.Barrier(len(visits))
     processes = [context.Process(target=visit, args=(*arguments, barrier)) for arguments in visits]
     for process in processes:

@@ -166,7 +166,7 @@ def test_a_cache_that_is_too_small_is_named_once(http: Files, tmp_path: Path, lo
     assert first != second
     with prefetcher(cache, order, stored(http)) as ahead:
         wait_for(lambda: held(tmp_path) == first)
-        # the shards may arrive before the warning, and then end the block too early
+        # the shards may arrive before the warning, which would be lost if the block ended at once
         wait_for(lambda: "data.cache_gb" in log_file.read_text())
         ahead.advance(later)
         wait_for(lambda: held(tmp_path) == second)
