@@ -1,6 +1,7 @@
-"""Write the tables of README.md, CONTRIBUTING.md and docs/ from the recorded numbers: tools/measurements/*.csv and tools/study/*.jsonl.
+"""Write the tables of README.md, CONTRIBUTING.md and docs/ from the recorded numbers.
 
-A page names a table between two comments; the program replaces the lines between them:
+The records are tools/measurements/*.csv and tools/study/*.jsonl. A page names a table between two comments; the program
+replaces the lines between them:
 
     <!-- table: NAME -->
     <!-- end of table -->
