@@ -193,7 +193,7 @@ def override(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cleared(base: dict[str, Any], over: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return both trees without the mappings that `over` clears."""
+    """Return both trees without the mappings that `over` sets to null or {}."""
     for name in _mapping_options():
         *sections, key = name.split(".")
         section: Any = over

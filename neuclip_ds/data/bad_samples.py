@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 _MIN_SAMPLES = 1000  # fewer samples say little: 1 bad sample in the first 50 does not mean that 2% of the data is bad
 _RECENT_STEPS = 1000  # number of a rank's latest steps to which the wider limit applies
-_RECENT_FACTOR = 10  # wider limit / max_fraction; wider, because a damaged shard's samples come within a few steps
+_RECENT_FACTOR = 10  # wider limit / max_fraction: one damaged shard can give many bad samples in a few steps
 
 
 class BadSampleLog:

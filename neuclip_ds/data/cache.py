@@ -123,7 +123,7 @@ class ShardCache:
     def open(self, url: str, expected_bytes: int, expected_crc32: int | None = None) -> FileIO:
         """Open a shard's local copy, which is fetched if necessary; the open file stays readable after an eviction."""
         while True:
-            with suppress(FileNotFoundError):  # evicted in between
+            with suppress(FileNotFoundError):  # evicted before it was opened
                 return FileIO(self.path(url, expected_bytes, expected_crc32))
 
     def open_arrived(self, url: str, expected_bytes: int, extents: Iterable[tuple[int, int]]) -> FileIO | None:
@@ -143,7 +143,7 @@ class ShardCache:
                 if time.monotonic() > next_check:
                     next_check += _POLL_OWNER
                     with suppress(Timeout), FileLock(self._folder / "locks" / name, blocking=False):
-                        return None  # the process that fetched it has ended
+                        return None  # the process that fetched the shard has ended
                 with deferring(False):
                     time.sleep(_POLL_PIECES)
             return FileIO(folder / DATA)
@@ -265,7 +265,7 @@ class ShardCache:
             if _modified(outage) < now - _RETRY_AFTER:
                 log.warning("waiting for shards: %s cannot be fetched (%s)", retries.url, failure)
             outage.touch()
-            os.utime(outage, (now, now + pause + 2 * self.timeout))  # time by which the next attempt will have ended
+            os.utime(outage, (now, now + pause + 2 * self.timeout))  # until the next attempt has ended
         return pause
 
     def _reserve(self, name: str, size: int) -> Path | None:
@@ -285,7 +285,7 @@ class ShardCache:
                 lock = FileLock(self._folder / "locks" / owner, blocking=False)
                 try:
                     with nullcontext() if owner == name else lock:
-                        shutil.rmtree(other, ignore_errors=True)  # the process that fetched it has ended
+                        shutil.rmtree(other, ignore_errors=True)  # the process that fetched this shard has ended
                 except Timeout:
                     free -= int(reserved)
             if size > free:

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 _THREADS = 4
 _PIECES_AT_ONCE = 16  # simultaneous requests of each thread
 _REST_PIECES = 4  # simultaneous requests for the rest of one shard
-_REST_BYTES = 4 << 20  # maximum bytes of one of these requests
+_REST_BYTES = 4 << 20  # maximum bytes of one request for the rest of a shard
 _POLL = 0.01  # seconds
 
 
@@ -121,7 +121,7 @@ class EarlySamples:
             pieces = shard.claim_next(_REST_PIECES, _REST_BYTES)
             if pieces:
                 self._fetch([_Claim(number, shard, piece) for piece in pieces])
-            else:  # only samples are still on their way
+            else:  # all bytes are claimed, but other threads have not received theirs yet
                 time.sleep(_POLL)
             shard = self._begun.get(number)  # None if a piece could not be fetched
         # another thread may have fetched the same shard for a later request

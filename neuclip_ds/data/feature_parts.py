@@ -72,7 +72,7 @@ def write_part(folder: Path, part: FeaturePart) -> None:
         array = getattr(part, name)
         if array is not None:
             tensors[name] = np.ascontiguousarray(array)
-    # one entry, because safetensors writes several in an arbitrary order
+    # all fields in one entry, because safetensors writes several entries in an arbitrary order
     metadata = {_METADATA: json.dumps({"job": part.job, "shard": part.shard, "samples": part.samples})}
     with atomic_write(folder / part_name(part.shard)) as temporary:
         save_file(tensors, temporary, metadata)

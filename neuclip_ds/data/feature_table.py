@@ -259,7 +259,7 @@ class FeatureTable:
         except UserError:
             if self._cache is None or self._is_local:
                 raise
-            self._cache.remove(self.file_of(shard))  # the copy of an earlier run, of a file that has been replaced
+            self._cache.remove(self.file_of(shard))  # cached by an earlier run, before the file was replaced
             return self._map(shard)
 
     def _map(self, shard: int) -> "_OpenPart":

@@ -14,7 +14,7 @@ from neuclip_ds.errors import UserError
 
 WINDOW = 8_000_000  # samples that are shuffled together on up to 16 nodes
 _WINDOW_PER_NODE = 500_000  # samples per node in the larger window for more than 16 nodes
-_WINDOW_RATIO = 2**-0.125  # between successive window sizes, if several are tried
+_WINDOW_RATIO = 2**-0.125  # ratio of successive window sizes, if several are tried
 _STREAMS = 64  # most streams on up to 64 nodes
 FULL = 0.9  # fraction of a cache that an interleave may need, and up to which shards are fetched for later batches
 _SMALLEST_BLOCK = 100

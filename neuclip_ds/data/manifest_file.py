@@ -169,9 +169,8 @@ def _check_possible(folder: Path, manifest: Manifest) -> None:
     """Raise UserError if a sample count or size is impossible: these values determine how much memory is allocated."""
     start = 0
     for shard in manifest.shards:
-        fewest_bytes = (
-            0 if shard.selection is not None else shard.n * MIN_SAMPLE_BYTES
-        )  # a selection may repeat samples
+        # a selection may list a sample several times
+        fewest_bytes = 0 if shard.selection is not None else shard.n * MIN_SAMPLE_BYTES
         if shard.start != start or shard.n < 0 or not fewest_bytes <= shard.bytes <= _MAX_SHARD_BYTES:
             raise UserError(
                 f"The manifest in {folder} wrongly lists {shard.n} samples in {shard.bytes} bytes of {shard.path}; "

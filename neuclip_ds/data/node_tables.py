@@ -60,7 +60,7 @@ class NodeTables:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(FileLock(self._folder / f".lock-{int(path.name[:8], 16) % _LOCKS:02d}"))
             with suppress(OSError, ValueError):
-                return _map(path)  # another process has built it in the meantime
+                return _map(path)  # another process has built the table in the meantime
             table = make()
             try:
                 self._write(path, dump_table(table))

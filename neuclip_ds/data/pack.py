@@ -50,7 +50,7 @@ _MAGIC = {"jpg": re.compile(rb"\xff\xd8"), "png": re.compile(rb"\x89PNG"), "webp
 _MEMBER = re.compile(rf"([^.:/]+\.)*{TEXT}")
 _GROUPS_AT_ONCE = 256  # groups of rows that are encoded at once; few, because they may contain images
 PAUSES = (1.0, 2.0, 4.0, 8.0, 15.0)  # seconds between the attempts to fetch an image while its storage fails
-_MAX_CHARACTERS = 200  # of an image's name and of a reason in broken.jsonl, because a cell may contain an image
+_MAX_CHARACTERS = 200  # most characters of a name or reason in broken.jsonl, because a cell may contain an image
 RETRY = "retry.jsonl"  # name of the file with the rows whose storage failed
 _OUTAGE = "storage failed"
 
@@ -135,7 +135,7 @@ def pack(
                     first_row = min(group)
                     image = image_of(group[first_row].cells[columns.image])
                     if isinstance(sample, str):
-                        reasons = dict.fromkeys(group, sample)  # of each row that cannot be used
+                        reasons = dict.fromkeys(group, sample)  # by row that cannot be used
                         if sample.startswith(_OUTAGE):
                             lost += [_line({**row.cells, columns.image: image}) for row in group.values()]
                     else:

@@ -76,7 +76,7 @@ class RangeReader:
         checked: list[bytes | BaseException] = []
         for file, (start, end), result in zip(files, ranges, results, strict=True):
             if isinstance(result, bytes) and len(result) != end - start:
-                if len(result) > end - start + 1:  # not only the byte after the end of a file that is too long
+                if len(result) > end - start + 1:  # more than the byte that reveals a longer file
                     self._mark_as_without_ranges(server_of(file.url))
                 result = RangesIgnored(f"{file.url}: {len(result)} bytes arrived for a range of {end - start}")
             checked.append(result)

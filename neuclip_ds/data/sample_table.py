@@ -167,7 +167,7 @@ class SampleTables:
     def open(cls, locations: Sequence[TableLocation], sizes: Sequence[int]) -> SampleTables:
         """Open tables, reading only file footers; raise UserError if a table is missing or has the wrong row count."""
         rows_of_groups: dict[Path, list[int]] = {}  # by file
-        members: list[set[str]] = []  # of each file
+        members: list[set[str]] = []  # members that the tables in each file list
         for path in dict.fromkeys(location.file for location in locations):
             with _opened(path) as file:
                 groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]

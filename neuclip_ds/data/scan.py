@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 _STALL_TIMEOUT = 300.0  # seconds without new data after which a remote shard is fetched again
 _MAX_OUTAGE = 30.0  # seconds for which a fetch is retried while the storage fails
 _EMPTY_TAR_SIZE = 10_240  # size in bytes of a tar without files, as tar programs write it by default
-_OTHER_FORMATS = {  # first bytes -> what a file is that is not a tar, and what to do
+_OTHER_FORMATS = {  # first bytes of a file that is not a tar -> what the file is, and what to do
     b"\x1f\x8b": "is compressed with gzip; decompress it (gunzip)",
     b"\x28\xb5\x2f\xfd": "is compressed with zstd; decompress it (unzstd)",
     b"\xfd7zXZ": "is compressed with xz; decompress it (unxz)",

@@ -185,7 +185,7 @@ class _Worker:
         """
         result, connection_error = self._wait(waited_for)
         if connection_error is not None:
-            self._process.join(_POLL)  # sets its exit code
+            self._process.join(_POLL)  # sets the process's exit code
             code = self._process.exitcode
             if code is None:
                 if fix := fix_of_limit(connection_error):
@@ -215,7 +215,7 @@ class _Worker:
         while True:
             with suppress(Empty):
                 return self._results.get(timeout=min(_POLL, timeout / 2))
-            if cache is not None and cache.waits_for_storage():  # this ends after `data.max_outage`
+            if cache is not None and cache.waits_for_storage():  # for at most `data.max_outage` seconds
                 waiting_since = time.monotonic()
                 with deferring(False):  # a signal ends the run now: the next step may be an hour away
                     pass

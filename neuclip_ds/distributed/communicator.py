@@ -45,7 +45,7 @@ class Pending:
     _work: dist.Work | None = None  # torch's handle; None if the result is ready
     _waiting: Callable[[], AbstractContextManager[None]] = nullcontext  # adds the time of `wait` to the traffic
 
-    _host_copy: "HostCopy | None" = None  # of a result on a GPU that is needed in host memory
+    _host_copy: "HostCopy | None" = None  # copy of a result that is on a GPU but needed in host memory
 
     def wait(self) -> Tensor:
         """Wait for the result and return it; on a GPU, later kernels wait but the host does not.

@@ -99,7 +99,7 @@ def process_group(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
             detector = FailureDetector(environment, detector_store, joined.address)
             stack.enter_context(detector)
         else:
-            stack.callback(_restore_variables, before)  # other programs take them for those of a launcher
+            stack.callback(_restore_variables, before)  # else other programs would take them for a launcher's
             stack.callback(leave)
         flushed_before = bool(torch.tensor(2.0**-126).div(2) == 0)
         stack.callback(torch.set_flush_denormal, flushed_before)
@@ -120,8 +120,8 @@ def join(
     Args:
         max_outage: as for `process_group`.
         store: store for the communicator's counters.
-        group_store: a dedicated connection to the store through which the group connects; by default, a new connection
-            to MASTER_ADDR.
+        group_store: a dedicated connection to the store through which several ranks connect; by default, a new
+            connection to MASTER_ADDR.
     """
     accelerator = get_accelerator()
     device = torch.device(accelerator.current_device_name())

@@ -33,7 +33,7 @@ _CLIP_EPS = 1e-6  # DeepSpeed adds it to the norm before it divides
 class _Reduction:
     """A sum over ranks of a part of a gradient buffer."""
 
-    part: Tensor  # of the buffer: the elements that `owner` stores, or all elements
+    part: Tensor  # elements of the buffer: those that `owner` stores, or all
     owner: int | None  # rank that receives the sum in `part`; None: each rank receives its shard
     shard: Tensor  # this rank's shard of the buffer
 
@@ -220,7 +220,7 @@ class LeanZero1(BF16_Optimizer):
         reads. The host waits for the device once.
         """
         self._is_first_micro_batch = True
-        # the norm over all ranks: all of them skip if it is not finite; reading it is the only wait for the device
+        # the norm over all ranks, which all skip the step if it is not finite; only reading it waits for the device
         norms = torch._foreach_norm(self._shard_parts or self._shards)  # a rank may store padding alone, which is zero
         square = torch.stack(norms).square().sum()
         norm = self._communicator.all_reduce(square, "norm and overflow").sqrt()

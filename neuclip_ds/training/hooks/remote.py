@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _COPY_TIMEOUT = 3600.0  # seconds after which a copy is considered stalled
-_MAX_FINAL_WAIT = 1500.0  # seconds at the end; other ranks wait in a collective for up to 30 minutes
+_MAX_FINAL_WAIT = 1500.0  # longest time in seconds for the last copies; other ranks wait in a collective for 30 minutes
 
 
 class CopyRun(Hook):
