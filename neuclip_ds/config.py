@@ -534,8 +534,8 @@ class RecoveryConfig(Section):
 class Config(Section):
     """All options of a run, nested as in a recipe.
 
-    `train.py --help all` prints every option with its default. A config is a pydantic model; an unknown option or an
-    invalid value raises pydantic's `ValidationError`, which is a `ValueError`.
+    `neuclip-ds train --help all` prints every option with its default. A config is a pydantic model; an unknown option
+    or an invalid value raises pydantic's `ValidationError`, which is a `ValueError`.
 
     Example:
         import neuclip_ds

@@ -1,4 +1,4 @@
-"""Limits of the machine that loader processes may reach: open files, shared memory, and the length of TMPDIR."""
+"""Limits of the machine that loader processes may reach: open files, shared memory, and the length of TMPDIR's path."""
 
 import errno
 import os

@@ -345,7 +345,7 @@ def _command_line(argv: Sequence[str], ignore_unknown: bool = False) -> dict[str
 
 
 def _with_null_lists(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a tree from the command line with None in place of each [None], as which the parser reads LIST=null."""
+    """Return a tree from the command line in which None replaces [None], the parser's result for LIST=null."""
     replaced: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -422,9 +422,9 @@ def _shown(value: Any, as_text: Callable[[Any], str] = repr) -> str:
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return a hint that suggests a known name, or "".
 
-    The suggestion is the first of these that exists: a name in the same section of which the last component consists of
-    the initials of that of `name`, or the other way around (lr and learning_rate); the most similar name; the least
-    nested name with the same last component.
+    The suggestion is the first of these that exists: a name in the same section that abbreviates `name` by the initials
+    of its words, or that `name` abbreviates (lr and learning_rate); the most similar name; the least nested name with
+    the same last component.
     """
 
     def last_component(option: str) -> str:

@@ -2,8 +2,8 @@
 
 `checkpoints/step_000000100/` contains
 
-    meta.json                       step, position in the data, fingerprint of the run (`facts`), and the
-                                    checksums of all other files (checkpoint/integrity.py)
+    meta.json                       step, records of the data and the hooks (`data`), fingerprint of the run (`facts`),
+                                    and the checksums of all other files (checkpoint/integrity.py)
     state/                          float32 weights, optimizer state and state of the loss; one file per rank
                                     (checkpoint/sharded_state.py)
     config.yaml, tokenizer/, model/ config, tokenizer and description of the model
@@ -187,6 +187,7 @@ class Checkpoints:
     ) -> Path:
         """Save and verify the state after `step` steps; then delete the oldest checkpoints if more than `keep` exist.
 
+        `data` is stored in meta.json: the record of the training data, the states of the hooks, and what is compiled.
         If any rank fails to write its files, the partial checkpoint is removed and all ranks raise `SaveFailed`.
         """
         target = step_folder(self._folder, step)
@@ -225,7 +226,7 @@ class Checkpoints:
         log.info("best so far: %s is %.4g at step %d", best.metric, best.value, best.step)
 
     def read(self, path: Path, fingerprint: Fingerprint) -> tuple[int, Mapping[str, Any]]:
-        """Return a checkpoint's number of completed steps and its position in the data (training/schedule.py).
+        """Return a checkpoint's number of completed steps, and the `data` that `save` stored.
 
         Raises `UserError` if the checkpoint was written by a run whose fingerprint differs from `fingerprint`.
         """
@@ -241,7 +242,7 @@ class Checkpoints:
         return int(meta["step"]), meta["data"]
 
     def load(self, path: Path, engine: Engine, loss: LossFunction) -> None:
-        """Load a verified checkpoint into `engine` and `loss`; raise `UserError` on a mismatch."""
+        """Load a verified checkpoint into `engine` and `loss`; raise `UserError` if it does not match them."""
         files = load_engine(path / STATE, engine, self._communicator)
         files.fill(loss.row_tables())
         loss.load_replicated_state(files.replicated(OBJECTIVE))

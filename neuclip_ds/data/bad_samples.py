@@ -64,7 +64,7 @@ class BadSampleLog:
         self.causes = Counter(causes)
 
     def record(self, batch: Batch | RankBatch) -> None:
-        """Count the samples of this rank's batch and log the bad ones."""
+        """Count the samples of this rank's batch, and log the rank's 1st, 2nd, 4th, 8th ... bad sample."""
         samples = int((batch.index != PADDING).sum())
         self._recent.append((samples, len(batch.bad)))
         self._new_seen += samples

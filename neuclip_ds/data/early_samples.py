@@ -115,7 +115,7 @@ class EarlySamples:
                     yield _Claim(sample.shard, shard, piece)
 
     def fetch_rest(self, number: int) -> bool:
-        """Fetch the unclaimed bytes of a begun shard, and wait for the others; return whether the cache now has it."""
+        """Fetch the unclaimed bytes of a begun shard, and wait for the rest; return whether the cache has the shard."""
         shard = self._begun.get(number)
         while shard is not None and not shard.is_complete:
             pieces = shard.claim_next(_REST_PIECES, _REST_BYTES)

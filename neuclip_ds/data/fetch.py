@@ -64,7 +64,10 @@ _jitter = random.Random()  # separate from the global generator, on which a run'
 
 
 class FetchError(OSError):
-    """Raised if a shard does not exist or does not match the manifest; in the second case, `damaged` is true."""
+    """Raised if a shard does not exist, if it does not match the manifest, or if a limit of this machine was reached.
+
+    In the second case, `damaged` is true.
+    """
 
     def __init__(self, message: str, damaged: bool = False) -> None:
         super().__init__(message)

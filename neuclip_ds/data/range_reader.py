@@ -56,9 +56,9 @@ class RangeReader:
             return False
 
     def read(self, files: Sequence[RemoteFile], ranges: Sequence[Range]) -> list[bytes | BaseException]:
-        """Return the bytes of each range in the file at the same position, or the reason why they did not arrive.
+        """Return, for each pair of a file and a range, the bytes or the reason why they did not arrive.
 
-        The ranges, all from one server, are requested simultaneously. The reason is RangesIgnored if other bytes
+        The ranges, all of files on one server, are requested simultaneously. The reason is RangesIgnored if other bytes
         arrive, for example because the file has a different size. Raises RangesIgnored if the server ignores ranges,
         and any exception of the backend if the requests take longer than the timeout, which grows with the number of
         bytes.

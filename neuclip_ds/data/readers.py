@@ -87,7 +87,7 @@ class TarReader:
         """Return the bytes of a sample.
 
         Raises ChecksumError if the bytes are damaged, OSError if the read fails for any other reason, and UserError if
-        the shard is not the one in the manifest.
+        the shard is not the one in the manifest or its storage fails for too long.
         """
         shard, row = self._manifest.locate(index)
         table = self._table(shard)

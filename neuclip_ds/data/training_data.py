@@ -233,7 +233,7 @@ def _create_tokenizer(
     staged: Path,
     resumed: Path | None,
 ) -> CaptionTokenizer:
-    """Save and return the checkpoint's tokenizer or, in a new run, the result of `new_tokenizer`."""
+    """Save and return the checkpoint's tokenizer; without one, as in a new run, the result of `new_tokenizer`."""
     folder = staged / TOKENIZER
 
     def save() -> None:

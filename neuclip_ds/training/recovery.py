@@ -1,4 +1,4 @@
-"""Recover the optimizer's moments and each sample's moving average u, which checkpoints lack (TuneCLIP's first stage).
+"""Recover the optimizer's moments and each sample's moving average u, which pretrained models lack (TuneCLIP stage 1).
 
 A separate loop runs before training. Its weights are frozen (by a learning rate of 0, which also disables decoupled
 weight decay) while every sample's u and the moments accumulate (TuneCLIP Algorithm 1). For a method without u, only the

@@ -2,7 +2,7 @@
 
 `train` is the entry point. `build_run` opens the data, the model and the newest checkpoint. `Loop` runs the steps; one
 step, from the batch to the updated weights, is the function `train_step` in step.py. Everything else that happens
-around a step, such as records, checkpoints and evaluations, is a hook (training/hooks/).
+around a step, such as records, checkpoints and evaluations, is a hook (training/hooks/, records.py, checkpointing.py).
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Report loss spikes, skipped steps, divergence and slow data, with the step and its samples.
 
 Every rank monitors its own loader. The loss and the gradient norms are equal on all ranks, so all ranks detect the same
-events and rank 0 reports them. A normal step neither communicates with other ranks nor waits for a GPU.
+events and rank 0 reports them. In a normal step, the hook neither communicates with other ranks nor waits for a GPU.
 """
 
 from __future__ import annotations
