@@ -20,7 +20,7 @@ from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.models.packing import Pack, PackedCaptions
 
 MicroBatch = tuple[Tensor, Tensor | PackedCaptions]
-"""Pixels (m, 3, H, W) and captions (tokens (m, T), or packed), or in place of either, stored outputs (m, width)."""
+"""Pixels (m, 3, H, W) and captions (tokens (m, T), or packed); stored outputs (m, width) may replace either of them."""
 
 
 class DeviceBatches(Iterator["DeviceBatch"]):

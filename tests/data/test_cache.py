@@ -182,7 +182,7 @@ def test_processes_that_press_on_the_capacity_never_exceed_it(http, tmp_path):
 
 @pytest.mark.parametrize("wanted", [5, 6], ids=["the same shard", "another shard"])
 def test_a_killed_process_leaves_the_cache_usable(http, tmp_path, wanted):
-    """The process is killed while it holds a lock, reserved space and a partial file; the cache fits only one shard."""
+    """The process is killed while it holds a lock, reserved space and a partial file; one shard fills the cache."""
     http.gate.clear()
     cache = cache_in(tmp_path, 1, timeout=60)
     process = forks.context().Process(target=cache.path, args=(url(http, 5), SIZE))
