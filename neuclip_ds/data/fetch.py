@@ -233,10 +233,10 @@ def _chain(failure: BaseException) -> Iterator[BaseException]:
 
 
 def _kind_of_answer(error: BaseException) -> Kind | None:
-    """Classify an error by the code and the HTTP status of the server's answer; return None if it has no status.
+    """Classify an error by the code and the HTTP status of the server's answer; return None if there is no status.
 
-    The names of these attributes differ: `status` (aiohttp), `status_code` (azure), `code` (gcsfs, google, urllib) and
-    `response` (botocore, requests and huggingface_hub).
+    The libraries store them in different attributes: `status` (aiohttp), `status_code` (azure), `code` (gcsfs, google,
+    urllib) and `response` (botocore, requests and huggingface_hub).
     """
     if type(error).__module__ == _PARSER:
         return None

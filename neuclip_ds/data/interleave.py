@@ -16,7 +16,7 @@ WINDOW = 8_000_000  # samples that are shuffled together on up to 16 nodes
 _WINDOW_PER_NODE = 500_000  # samples per node in the larger window for more than 16 nodes
 _WINDOW_RATIO = 2**-0.125  # ratio of successive window sizes, if several are tried
 _STREAMS = 64  # most streams on up to 64 nodes
-FULL = 0.9  # fraction of a cache that an interleave may need, and up to which shards are fetched for later batches
+FULL = 0.9  # an interleave may need this fraction of a cache, and shards for later batches may fill it
 _SMALLEST_BLOCK = 100
 
 

@@ -77,7 +77,7 @@ class _Bucket:
             offset += parameter.numel()
 
     def add_gradients(self, is_first: bool) -> None:
-        """Add the gradients of a micro-batch and free them; a step's first micro-batch replaces the content."""
+        """Add a micro-batch's gradients to the buffer, or replace its content if `is_first`, and free the gradients."""
         views: list[Tensor] = []
         gradients: list[Tensor] = []
         views_without_gradient: list[Tensor] = []

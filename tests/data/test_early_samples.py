@@ -1,4 +1,4 @@
-"""Check that samples of the first batches arrive before their shards, even if requests fail, and no byte twice."""
+"""Check that the first batches' samples arrive before their shards, no byte arrives twice, and failures are handled."""
 
 import logging
 from collections.abc import Iterator
