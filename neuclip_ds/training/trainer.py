@@ -290,7 +290,7 @@ def build_run(config: Config, communicator: Communicator, folder: Path, staged: 
 def newest_checkpoint(config: Config, communicator: Communicator, folder: Path) -> Path | None:
     """Return the newest intact checkpoint of a run's training, else of its recovery, else None.
 
-    Raises `UserError`, before anything is built, if the checkpoint does not match the config.
+    Raises `UserError`, before anything is built, if the checkpoint does not match the config, or if all are damaged.
     """
     training = Checkpoints(folder / "checkpoints", communicator, 1)
     newest = training.newest()
@@ -499,8 +499,8 @@ class Loop:
         """Return to the newest checkpoint, on all ranks, after `run.max_skipped_steps` consecutive skipped steps.
 
         Raises:
-            RollBack: always; `run` catches it and resumes from the checkpoint.
             TrainingDiverged: no checkpoint exists, or training has failed at the same step before.
+            RollBack: otherwise; `run` catches it and resumes from the checkpoint.
         """
         newest = self.checkpoints.newest()
         done_before_skips = self.done - self.context.config.run.max_skipped_steps
