@@ -243,7 +243,7 @@ def _kind_of_answer(error: BaseException) -> Kind | None:
     response = getattr_static(error, "response", None)
     # aiohttp's `code` is a deprecated property, which `getattr` would warn of
     values = [getattr_static(error, name, None) for name in ("status", "status_code", "code", "error_code")]
-    if isinstance(response, dict):  # botocore's
+    if isinstance(response, dict):  # of botocore
         values += [response.get("ResponseMetadata", {}).get("HTTPStatusCode"), response.get("Error", {}).get("Code")]
     else:
         values.append(getattr(response, "status_code", None))

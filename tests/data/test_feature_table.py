@@ -292,7 +292,7 @@ def test_remote_features_are_prefetched_and_replaced_files_are_fetched_again(
 
 
 def edit_embedding(folder: Path, features: Path, **changes: Any) -> Path:
-    """Return a copy of the features with other fields in embedding.json, None for fields that are removed."""
+    """Return a copy of the features with `changes` to the fields of embedding.json; None removes a field."""
     shutil.copytree(features, folder)
     path = folder / "embedding.json"
     embedding = {**json.loads(path.read_text()), **changes}

@@ -46,7 +46,7 @@ def features_of(name: str) -> StoredRows:
 
 
 def write_table(folder: Path, name: str, shards: Path, **changes: Any) -> None:
-    """Write the features as `neuclip-ds embed` does; `changes` are fields of embedding.json, None for absent ones."""
+    """Write the features as `neuclip-ds embed` does; `changes` are other fields of embedding.json; None removes one."""
     image, text = features_of(name)
     identity = {
         **IDENTITY,
