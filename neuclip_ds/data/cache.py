@@ -175,7 +175,7 @@ class ShardCache:
     def complete(self, shard: PartialShard, expected_crc32: int | None = None) -> bool:
         """Move a shard whose pieces have all arrived into the cache; if its checksum differs, abandon it.
 
-        Returns whether the shard is now in the cache.
+        `expected_crc32` is the checksum; None if it is not known. Returns whether the shard is now in the cache.
         """
         data = shard.folder / DATA
         is_intact = expected_crc32 is None or checksum_of(data).crc32 == expected_crc32

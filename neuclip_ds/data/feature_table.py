@@ -99,7 +99,7 @@ class FeatureTable:
             stored: result of `find_table`.
             manifest: the dataset.
             captions: sources of the captions, as in `data.captions`.
-            cache: cache for the files of a remote folder.
+            cache: cache for the files of a remote folder, for which it is required.
             only: serve only the features of images or of texts; by default, both.
         """
         self.folder: str = stored["folder"]
