@@ -45,8 +45,8 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
         The run, which is complete unless a hook stopped it.
 
     Raises:
-        UserError: the recipe, an option or the data cannot be used.
-        TypeError: overrides are passed together with a `Config`.
+        UserError: the config or the data cannot be used.
+        TypeError: a config is combined with overrides.
         TrainingDiverged: losses or gradients stay non-finite, or replicated state differs between ranks.
         Interrupted: Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP stopped the run, which saved a checkpoint if training had
             started.
@@ -129,6 +129,8 @@ class Run:
 class Model:
     """A dual encoder with its preprocessing, as returned by `load`.
 
+    Texts that are longer than the model's context are truncated.
+
     Attributes:
         module: the torch module; its inputs are uint8 images (b, 3, H, W) or None, and tokens (b, T) or None.
         device: device of the module.
@@ -167,7 +169,7 @@ class Model:
         Raises:
             ValueError: an array or a tensor is not uint8, or has the wrong shape.
             DecodeError: a file or the encoded bytes do not contain a usable image.
-            OSError: a file cannot be read.
+            OSError: a file does not exist or cannot be read.
         """
         is_one = isinstance(images, (str, PathLike, bytes, Image.Image))
         is_one = is_one or (isinstance(images, (Tensor, np.ndarray)) and images.ndim == 3)
@@ -175,10 +177,7 @@ class Model:
         return self._encoder_of(len(several)).encode_images([self._pixels(image) for image in several])
 
     def encode_texts(self, texts: str | Sequence[str]) -> Tensor:
-        """Encode one text or n texts as L2-normalized float32 features of shape (n, d).
-
-        Texts that are longer than the model's context are truncated.
-        """
+        """Encode one text or n >= 1 texts as L2-normalized float32 features of shape (n, d)."""
         several = [texts] if isinstance(texts, str) else list(texts)
         return self._encoder_of(len(several)).encode_texts(several)
 

@@ -587,7 +587,7 @@ class Config(Section):
         return {**tree, "objective": merge(blank, objective)}
 
     def rank_batch(self, world_size: int) -> int:
-        """Return each rank's number of pairs in a global batch; raise `UserError` if the batch is not divisible."""
+        """Return the number of pairs per rank in a global batch; raise `UserError` if it is not a whole number."""
         batch_size = self.data.batch_size
         if batch_size % world_size:
             smaller = batch_size // world_size * world_size
@@ -600,7 +600,8 @@ class Config(Section):
     def micro_batch(self, world_size: int) -> int:
         """Return the number of pairs that a rank passes through the towers at a time.
 
-        Raises `UserError` if this number does not divide the rank's share of the batch, or as `rank_batch` does.
+        Raises `UserError` if the ranks do not divide the global batch, or `data.micro_batch` does not divide a rank's
+        batch.
         """
         rank_batch = self.rank_batch(world_size)
         micro_batch = self.data.micro_batch or rank_batch

@@ -62,7 +62,7 @@ def checksum_of(path: Path) -> Checksum:
 
 
 def seen_from_here(path: Path) -> Path:
-    """Return a path for messages: relative to the working directory if it is inside that directory, else unchanged."""
+    """Return a path for messages: relative to the working directory if it is inside."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 
@@ -181,10 +181,7 @@ def read_text(path: Path) -> str:
 
 
 def json_lines(path: Path) -> list[Any]:
-    """Return the records of a JSON Lines file; first truncate the file if a killed program left a partial last line.
-
-    Raises `ValueError` if a complete line is not JSON.
-    """
+    """Return the records of a JSON Lines file; first remove a last line without a newline, left by a killed program."""
     text = path.read_bytes()
     complete_lines = text[: text.rfind(b"\n") + 1]
     os.truncate(path, len(complete_lines))

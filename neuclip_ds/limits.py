@@ -8,8 +8,8 @@ from pathlib import Path
 from shutil import disk_usage
 
 SHARED_MEMORY = Path("/dev/shm")  # torch shares tensors between processes here
-_FEWEST_FILES = 256  # on a CPU, a rank opens 79 files (with two ranks, and more with more); a loader process opens 38
-_LONGEST_SOCKET = 107  # most bytes of the path of a Unix socket (sun_path in sys/un.h, without the final zero)
+_FEWEST_FILES = 256  # on a CPU, each rank opens 79 if there are two, more if more; a loader process opens 38
+_LONGEST_SOCKET = 107  # bytes of the path of a Unix socket (sun_path in sys/un.h, without the final zero)
 _SOCKET = "/pymp-xxxxxxxx/listener-xxxxxxxx"  # below TMPDIR, as multiprocessing names its sockets
 # parts of the messages of torch's and multiprocessing's errors that have no errno
 _FULL = "unable to allocate shared memory"

@@ -259,7 +259,7 @@ def _validate(model: type[M], tree: dict[str, Any]) -> M:
 
 
 def load_saved(path: Path) -> Config:
-    """Read a run's config.yaml for a program that uses the run's model, without importing the plugin of its loss.
+    """Read the config.yaml of a run for a program that uses its model; the plugin of its loss need not be imported.
 
     Raises `UserError` if the file cannot be read or is not the config of a run.
     """
