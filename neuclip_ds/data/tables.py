@@ -60,8 +60,8 @@ class PairTable:
     name: str  # for messages
     data: pyarrow.dataset.Dataset
     rows: int
-    delimiter: str | None  # delimiter of CSV and TSV files whose quotes are checked; None for other tables
-    folder: Path | None = None  # folder from which relative image paths start; None for the folder of each row's file
+    delimiter: str | None  # of CSV and TSV files whose quotes are checked, otherwise None
+    folder: Path | None = None  # from which relative image paths start; None for the folder of each row's file
 
     def read(self, columns: Sequence[str]) -> Iterator[Row]:
         """Yield every row with only the given columns, in order.
