@@ -136,7 +136,7 @@ class GlobalContrastiveLoss(LossFunction):
         config: the options that all methods share.
         context: sizes and settings of the run.
         estimator: estimator of the normalizers.
-        temperature: update rule of the temperature.
+        temperature: the temperature and its update rule.
         scale: leading factor of the loss.
         pair_loss: the pair loss l, by default the identity.
         constant: number to add to the reported loss.

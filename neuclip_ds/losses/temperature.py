@@ -106,6 +106,11 @@ class Temperature(Stateful):
 def initial_temperature(config: TemperatureConfig, context: LossContext, learned: bool = True) -> float:
     """Return tau at step 0: the configured value or, if there is none, the encoders' value.
 
+    Args:
+        config: the options of the temperature.
+        context: sizes and settings of the run, with the encoders' temperature.
+        learned: whether tau is trained, and must therefore be within the configured bounds.
+
     Raises:
         UserError: neither the config nor the encoders have a temperature, or a learned temperature is out of bounds.
     """
@@ -146,7 +151,13 @@ class ConstantTemperature(Temperature):
 
 
 class LearnableTemperature(Temperature):
-    """Global temperature that is learned as theta = log(1/tau) or as tau, optionally together with other scalars."""
+    """Global temperature that is learned as theta = log(1/tau) or as tau, optionally together with other scalars.
+
+    Args:
+        config, context: options of the loss, and sizes and settings of the run.
+        rho_weight: as in `Temperature`.
+        other_scalars: initial values of the other scalars, by name.
+    """
 
     def __init__(
         self, config: ObjectiveConfig, context: LossContext, rho_weight: float = 0.0, **other_scalars: float
