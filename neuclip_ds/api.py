@@ -46,6 +46,7 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
 
     Raises:
         UserError: the config or the data cannot be used.
+        TypeError: a config is combined with overrides.
         TrainingDiverged: losses or gradients stay non-finite, or replicated state differs between ranks.
         Interrupted: Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP stopped the run, which saved a checkpoint if training had
             started.
@@ -158,13 +159,14 @@ class Model:
         """Encode images as L2-normalized float32 features of shape (n, d).
 
         Args:
-            images: one image or a sequence of n images. An image is a path, encoded bytes, a PIL image, a uint8 array
-                of shape (H, W, 3), or a uint8 tensor of shape (3, H, W) in the model's image size. A batch may also be
-                one array of shape (n, H, W, 3) or one tensor of shape (n, 3, H, W).
+            images: one image or a sequence of n >= 1 images. An image is a path, encoded bytes, a PIL image, a uint8
+                array of shape (H, W, 3), or a uint8 tensor of shape (3, H, W) in the model's image size. A batch may
+                also be one array of shape (n, H, W, 3) or one tensor of shape (n, 3, H, W).
 
         Raises:
             ValueError: an array or a tensor is not uint8, or has the wrong shape.
             DecodeError: a file or the encoded bytes do not contain a usable image.
+            OSError: a file does not exist or cannot be read.
         """
         is_one = isinstance(images, (str, PathLike, bytes, Image.Image))
         is_one = is_one or (isinstance(images, (Tensor, np.ndarray)) and images.ndim == 3)
@@ -172,7 +174,7 @@ class Model:
         return self._encoder_of(len(several)).encode_images([self._pixels(image) for image in several])
 
     def encode_texts(self, texts: str | Sequence[str]) -> Tensor:
-        """Encode one text or n texts as L2-normalized float32 features of shape (n, d)."""
+        """Encode one text or n >= 1 texts as L2-normalized float32 features of shape (n, d)."""
         several = [texts] if isinstance(texts, str) else list(texts)
         return self._encoder_of(len(several)).encode_texts(several)
 

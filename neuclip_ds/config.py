@@ -254,8 +254,7 @@ class LoraConfig(Section):
     """LoRA adapters for the linear layers in the frozen blocks of both towers."""
 
     rank: int = Field(0, ge=0, le=1 << 12)
-    """Rank of the adapters; 0 adds no adapters. A tower with `trainable=all` or `projection` gets
-    none."""
+    """Rank of the adapters; 0 adds no adapters. A tower with `trainable=all` or `trainable=projection` gets none."""
     alpha: float = Field(16, gt=0)
     """Scale of the adapters, whose outputs are multiplied by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
@@ -533,8 +532,8 @@ class RecoveryConfig(Section):
 class Config(Section):
     """All options of a run, nested as in a recipe.
 
-    `train.py --help all` prints every option with its default. A config is a pydantic model; an unknown option or an
-    invalid value raises pydantic's `ValidationError`, which is a `ValueError`.
+    `neuclip-ds train --help all` prints every option with its default. A config is a pydantic model; an unknown option
+    or an invalid value raises pydantic's `ValidationError`, which is a `ValueError`.
 
     Example:
         import neuclip_ds
@@ -586,7 +585,7 @@ class Config(Section):
         return {**tree, "objective": merge(blank, objective)}
 
     def rank_batch(self, world_size: int) -> int:
-        """Return the number of pairs that each rank processes per global batch."""
+        """Return the number of pairs per rank in a global batch; raise `UserError` if it is not a whole number."""
         batch_size = self.data.batch_size
         if batch_size % world_size:
             smaller = batch_size // world_size * world_size
@@ -597,7 +596,11 @@ class Config(Section):
         return batch_size // world_size
 
     def micro_batch(self, world_size: int) -> int:
-        """Return the number of pairs that a rank passes through the towers at a time."""
+        """Return the number of pairs that a rank passes through the towers at a time.
+
+        Raises `UserError` if the ranks do not divide the global batch, or `data.micro_batch` does not divide a rank's
+        batch.
+        """
         rank_batch = self.rank_batch(world_size)
         micro_batch = self.data.micro_batch or rank_batch
         if rank_batch % micro_batch:

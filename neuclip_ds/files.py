@@ -181,7 +181,7 @@ def read_text(path: Path) -> str:
 
 
 def json_lines(path: Path) -> list[Any]:
-    """Return the records of a JSON Lines file; first truncate the file if a killed program left a partial last line."""
+    """Return the records of a JSON Lines file; first remove a last line without a newline, left by a killed program."""
     text = path.read_bytes()
     complete_lines = text[: text.rfind(b"\n") + 1]
     os.truncate(path, len(complete_lines))
@@ -216,10 +216,11 @@ def records(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def append_lines(path: Path, lines: Iterable[str]) -> None:
-    """Append lines of JSON to a file, after removing a partial last line, which a killed program may have left.
+    """Append lines of JSON to a file.
 
-    If writing fails, for example because the disk is full, the part that was written is removed, and `OSError` is
-    raised.
+    A killed program may have left a last line without a newline: this line is kept if it is valid JSON, and removed
+    otherwise. If writing fails, for example because the disk is full, the part that was written is removed, and
+    `OSError` is raised.
     """
     text = "".join(f"{line}\n" for line in lines)
     with path.open("ab+", buffering=0) as file:

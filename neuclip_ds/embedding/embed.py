@@ -104,7 +104,7 @@ class Parts:
         return {**self._identity, "shards": manifest.n_shards, "data": manifest.content_hash}
 
     def create(self, manifest: Manifest) -> list[int]:
-        """Open or create the folder, and return the numbers of its parts; raise UserError if another job wrote them."""
+        """Open or create the folder, and return the shards of its parts; raise UserError if another job wrote it."""
         identity = self._identity_for(manifest)
         path = self.folder / EMBEDDING
         if path.is_file():

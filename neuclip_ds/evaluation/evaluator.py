@@ -65,7 +65,12 @@ class Evaluator:
         communicator: Communicator,
         folder: Path,
     ) -> None:
-        """Raise `UserError` for unusable sets, or for `run.normalizer_anchors` if the method has no normalizers."""
+        """Open the held-out sets.
+
+        Raises:
+            UserError: a set is unusable, `run.normalizer_anchors` is set for a method without normalizers, or
+                `run.best_metric` is set for a run without anything to evaluate on.
+        """
         anchors = config.run.normalizer_anchors
         method = config.objective.method
         if anchors and not find_method(method).estimates_normalizers:
@@ -126,9 +131,10 @@ class Evaluator:
         return results
 
     def write_examples(self, folder: Path, step: int) -> None:
-        """Write the images that the last evaluation ranked first for some captions to FOLDER; call on one rank.
+        """Write retrieved.json, the images that the last evaluation ranked first for some captions; call on one rank.
 
-        Writes nothing if there are no held-out pairs. A sample that cannot be read is listed without a picture.
+        The file is in `folder`. Nothing is written if there are no held-out pairs. A sample that cannot be read is
+        listed without a picture.
         """
         pairs = self._held_out.pairs
         if pairs is None or not self._retrieved:

@@ -261,8 +261,8 @@ def open_resized(
     Args:
         config: the model config.
         folder: as in `open_saved`.
-        architecture: model config of the run that wrote the folder, required if that run built its model from this
-            config and `config` belongs to another run.
+        architecture: model config of the run that wrote the folder, required if that run did not start from a
+            checkpoint and `config` belongs to another run.
     """
     start = read_json(folder / START_FILE)
     logits = LogitParameters(**start["logits"])

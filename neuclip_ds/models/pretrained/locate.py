@@ -44,7 +44,7 @@ def open_checkpoint(ref: CheckpointRef, config: ModelConfig = _AS_PUBLISHED) -> 
     """Open the checkpoint that `locate` found, on any rank.
 
     Raises:
-        UserError: a required file is missing.
+        UserError: a required file is missing, incomplete or unsupported, or open_clip is needed and not installed.
     """
     if not Path(ref.path).exists():
         raise UserError(

@@ -113,7 +113,8 @@ class TextEncoderTokenizer:
             truncated.
         pads_to_context: whether captions are padded to `context_length` instead of the longest one.
 
-    Raises UserError if captions must end with EOS, but the tokenizer has no such token.
+    Raises:
+        UserError: captions must end with EOS, but the tokenizer has no such token.
     """
 
     def __init__(self, tokenizer: Any, context_length: int, ends_with_eos: bool, pads_to_context: bool = False) -> None:
