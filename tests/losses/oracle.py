@@ -110,7 +110,7 @@ def neuclip(
     rho: float,
     reading: str = "full",
 ) -> Tensor:
-    """Return NeuCLIP eq. 12; `reading` says which part of alpha is constant in the gradient."""
+    """Return NeuCLIP eq. 12; `reading` (see `conjugate`) selects the part of alpha that is constant in the gradient."""
     return 2 * rho * tau + tau * conjugate(image, text, tau, alphas(image, text, tau, w1, w2, eps), eps, reading)
 
 

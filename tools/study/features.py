@@ -46,7 +46,7 @@ class Pairs(NamedTuple):
         return Pairs(self.image[:, kept], self.text[pairs], (kept.cumsum(0) - 1)[self.image_of[pairs]])
 
     def between(self, first: float, last: float) -> "Pairs":
-        """Return the pairs of the images whose position is between two fractions of all images."""
+        """Return the pairs of the images whose position, as a fraction of all images, is in [first, last)."""
         images = self.image.shape[1]
         if (first, last) == (0.0, 1.0):
             return self

@@ -29,8 +29,8 @@ from study.measures import recalls
 if TYPE_CHECKING:
     from neuclip_ds.training.trainer import Loop, StepResult
 
-PHOTOGRAPHS = 2000  # of the first ones of a dataset; each has several captions
-POINTS = 20  # of a run's curve
+PHOTOGRAPHS = 2000  # number of photographs to use, from the start of the dataset; each has several captions
+POINTS = 20  # number of points in the curve of a run
 IMAGE_WEIGHTS = "image.safetensors"
 
 
