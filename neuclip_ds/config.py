@@ -297,7 +297,7 @@ class VisionConfig(TowerConfig):
     """Projection of the image model's feature to the joint space, without biases: one `linear` layer, or an `mlp` with
     (width + d) // 2 hidden units and GELU, as in open_clip."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Additional keyword arguments of `timm.create_model`, such as patch_size, embed_dim, depth, num_heads."""
+    """Additional keyword arguments of `timm.create_model`, such as patch_size, embed_dim, depth and num_heads."""
     mean: tuple[float, float, float] | None = None
     """Mean per channel, subtracted from pixels in [0, 1]. By default, the mean of `pretrained`, else of OpenAI's
     CLIP."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from neuclip_ds.limits import fix_of_limit
 
 _LONGEST_CAUSE = 500  # characters of an error that a message contains
-_HEAD = 300  # of them from its start; the others are its end, where libraries name the cause
+_HEAD = 300  # how many of them are its start; the others are its end, where libraries name the cause
 _SECRETS = (
     re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)[^/\s'\"@]+(?=@)"),  # USER:PASSWORD of a URL
     re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://[^\s'\"?]*\?)[^\s'\"]+"),  # query of a URL: a signature may have any name

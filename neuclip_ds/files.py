@@ -62,7 +62,7 @@ def checksum_of(path: Path) -> Checksum:
 
 
 def seen_from_here(path: Path) -> Path:
-    """Return a path for messages: relative to the working directory if it is inside of it."""
+    """Return a path for messages: relative to the working directory if it is inside."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from shutil import disk_usage
 
 SHARED_MEMORY = Path("/dev/shm")  # torch shares tensors between processes here
-_FEWEST_FILES = 256  # on a CPU, each of two ranks opens 79, and with more ranks more; a loader process opens 38
+_FEWEST_FILES = 256  # on a CPU, each rank opens 79 if there are two, more if more; a loader process opens 38
 _LONGEST_SOCKET = 107  # bytes of the path of a Unix socket (sun_path in sys/un.h, without the final zero)
 _SOCKET = "/pymp-xxxxxxxx/listener-xxxxxxxx"  # below TMPDIR, as multiprocessing names its sockets
 # parts of the messages of errors of torch and multiprocessing that have no errno

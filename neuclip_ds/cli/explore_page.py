@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # optional packages
 
 COUNTS = (12, 24, 48)  # choices for the number of results
 _SIDE = 320  # pixels; maximum side length of a result image
-_QUALITY = 85  # of its JPEG
+_QUALITY = 85  # of the JPEG of a result's image
 _MOST_CLASSES = 1000
 _POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; form-action 'self'; frame-ancestors 'self'"
 _LOOPBACK = ("127.0.0.1", "localhost")

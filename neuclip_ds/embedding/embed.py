@@ -129,7 +129,10 @@ class Parts:
                 )
 
     def write(self, encoded: EncodedShard, manifest: Manifest) -> int:
-        """Write a shard's part; return its number of samples."""
+        """Write a shard's part; return its number of samples.
+
+        Raises UserError if a feature is not finite in the dtype of the files.
+        """
         index = torch.cat([block.index for block in encoded.blocks]).numpy()
         captions = [block.captions for block in encoded.blocks if block.captions is not None]
         text_start = None

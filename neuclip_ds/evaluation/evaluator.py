@@ -102,7 +102,7 @@ class Evaluator:
         self._loader = self._start_loader()
 
     def __call__(self, engine: Any, loss: ContrastiveLoss) -> dict[str, float]:
-        """Return the results by name, equal on all ranks, and their chance levels as `chance/NAME`."""
+        """Evaluate the model; return results by name, equal on all ranks, and their chance levels as `chance/NAME`."""
         encode = encoder_of(engine, self._communicator.device)
         encoder = BatchEncoder(
             encode=encode,

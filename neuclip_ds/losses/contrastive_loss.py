@@ -131,7 +131,8 @@ class ContrastiveLoss(nn.Module):
             communicator: `Communicator` between the global batch's ranks, for a caller that counts its traffic; it
                 replaces `group` and `device`.
             scaler: see the `scaler` attribute.
-            undo: whether `undo()` can revert the last training call, which costs a copy of the replicated state.
+            undo: whether `undo()` can revert the last training call, which costs a copy of the replicated state; it
+                always can with a `scaler`.
             validate: whether to check the arguments of each call on all ranks, except for calls with `pending`. This
                 costs one small collective and, on a GPU, one host synchronization. Without validation, all ranks must
                 pass the same number of rows.
@@ -221,8 +222,8 @@ class ContrastiveLoss(nn.Module):
             RuntimeError: the batch of the last `begin` has not been passed to the loss; see `abandon`.
             ValueError: with `validate=True`, an argument is invalid. Only the rank that passes this argument raises the
                 error.
-            UserError: the method cannot use a reference model or a teacher, or the options require their features and
-                the call lacks them.
+            UserError: the method cannot use a reference model or a teacher, or the options require one of them and the
+                call lacks its features.
 
         Example:
             import torch
@@ -306,7 +307,7 @@ class ContrastiveLoss(nn.Module):
             ValueError: with `validate=True`, on all ranks, if any rank's arguments are invalid, or ranks differ in
                 training mode, in the dtype of the features or in the stored features' number or width.
             UserError: fewer than two rows of the global batch are valid, the method cannot use a reference model or a
-                teacher, or the options require their features and the call lacks them.
+                teacher, or the options require one of them and the call lacks its features.
             RuntimeError: activation checkpointing repeats the call, which would update the loss's state twice;
                 `pending` is not the batch of the last `begin`, or its features are incomplete; or `begin` was called in
                 a different mode, for a different number of rows, in float32 for features in float64, or without an
@@ -371,7 +372,7 @@ class ContrastiveLoss(nn.Module):
         """Revert the updates that the last training call made to the state, as for a step that the optimizer skipped.
 
         The count of training calls, which determines the position in training, still includes the call. Raises
-        `RuntimeError` if the loss was built without `undo=True`, or if there is no call to revert.
+        `RuntimeError` if the loss was built with neither `undo=True` nor a `scaler`, or if there is no call to revert.
         """
         if self._undo is None:
             raise RuntimeError("undo() needs ContrastiveLoss(..., undo=True), and reverts the last training call once.")

@@ -195,6 +195,6 @@ def _stored(pairs: Pairs, run: Run, folder: Path | None) -> dict[str, Guide]:
 
 
 def _with_teacher(run: Run, tau: float) -> Run:
-    """Return the run with the teacher's final temperature in the options of the loss."""
+    """Return the run with the teacher's final temperature in the loss's options, unless they name another."""
     distill = {"temperature": tau, **run.options.get("distill", {})}
     return replace(run, options={**run.options, "distill": distill})

@@ -50,7 +50,7 @@ _GROUPS = {
     "`amorlip`": ("amorlip", "amorlip, released code"),
     "`siglip`": ("siglip",),
 }
-# situations by the heads of columns: a stage and what it varies
+# head of a column -> situation: a stage and the setting that it varies
 _SITUATIONS = {
     "frozen, 12 epochs": ("finals", ""),
     "frozen, 1 epoch": ("map_epochs", "epochs=1"),
