@@ -83,7 +83,7 @@ def fastclip_v0_released_code(image: Tensor, text: Tensor, tau: Tensor, u: Tenso
 
 
 def robust_tau_gradient(image: Tensor, text: Tensor, tau: Tensor, u: Tensor, eps: float, rho: float) -> Tensor:
-    """Return tau's gradient, FastCLIP eq. 10: mean of log(eps + u1) + log(eps + u2) + 2 rho, plus tau x the data term."""
+    """Return tau's gradient, FastCLIP eq. 10: mean of log(eps + u1) + log(eps + u2), + 2 rho + tau x the data term."""
     leaf = tau.detach().clone().requires_grad_()
     g = mean_exponentials(image, text, leaf)
     (grad_tau,) = torch.autograd.grad((g / (eps + u)).mean(1).sum(), leaf)
