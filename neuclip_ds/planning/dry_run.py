@@ -58,7 +58,7 @@ def print_dry_run(
     the same model, is given, the report estimates the hours.
 
     Raises:
-        UserError: the config, DeepSpeed JSON, hostfile or data is invalid, or the measured run cannot be used.
+        UserError: the config, DeepSpeed JSON, hostfile, model or data is invalid, or the measured run is unusable.
     """
     nodes = read_hostfile(hostfile) if hostfile else {}
     world_size = sum(nodes.values()) or environment.world_size
