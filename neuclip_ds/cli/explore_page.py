@@ -86,7 +86,7 @@ def _heading(model: str) -> str:
 
 
 def _figure(match: Match, collection: Collection) -> str:
-    """Return the HTML of an image with its similarity, caption and name; an error message replaces an unreadable picture."""
+    """Return the HTML of an image with its similarity, caption and name, or with the error if it cannot be read."""
     try:
         sample = collection.read(match.index)
         caption = sample.caption or ""

@@ -133,8 +133,8 @@ class Evaluator:
     def write_examples(self, folder: Path, step: int) -> None:
         """Write retrieved.json, the images that the last evaluation ranked first for some captions; call on one rank.
 
-        The file is in `folder`. Nothing is written if there are no held-out pairs. A sample that cannot be read is
-        listed without a picture.
+        The file is in `folder`. Nothing is written if there are no held-out pairs, or before an evaluation. A sample
+        that cannot be read is listed without a picture.
         """
         pairs = self._held_out.pairs
         if pairs is None or not self._retrieved:
@@ -275,8 +275,8 @@ class HeldOut:
 def open_held_out(config: Config, communicator: Communicator, folder: Path, train: Manifest | None) -> HeldOut:
     """Open the held-out sets of a run on all ranks: validation pairs, zero-shot images, and evaluation sets on disk.
 
-    Raises `UserError` if a set does not exist or one of its files is damaged, or if the validation pairs are in shards
-    of the training data.
+    If `train` is None, there are no pairs that are held out of the training data. Raises `UserError` if a set does not
+    exist or one of its files is damaged, or if the validation pairs are in shards of `train`.
     """
     options = config.data
     validation = find_validation(options, train)  # a path or a number of training pairs

@@ -258,6 +258,8 @@ def open_resized(
 ) -> tuple[ModelSource, LogitParameters]:
     """Open a saved run's model source with the image size and the context length of the config, if they are set.
 
+    Also returns the run's initial logit parameters.
+
     Args:
         config: the model config.
         folder: as in `open_saved`.
