@@ -112,7 +112,8 @@ def initial_temperature(config: TemperatureConfig, context: LossContext, learned
         learned: whether tau is trained, and must therefore be within the configured bounds.
 
     Raises:
-        UserError: neither the config nor the encoders have a temperature, or a learned temperature is out of bounds.
+        UserError: neither the config nor the encoders have a temperature, or a learned temperature is out of bounds by
+            more than 0.1%; one that is closer is moved to the bound.
     """
     tau = context.temperature if config.initial is None else config.initial
     if tau is None:
@@ -263,8 +264,8 @@ class LogTemperature(LearnableTemperature):
 class RobustTemperature(LearnableTemperature):
     """Temperature of RGCL-g, the robust global contrastive loss (FastCLIP eq. 10, NeuCLIP eq. 12).
 
-    The gradient is dL/dtau = tau_term + 2 rho - c mean_logit, where `tau_term` and `mean_logit` are fields
-    of `TemperatureSignal`.
+    The gradient is dL/dtau = tau_term + 2 rho - c mean_logit, where `tau_term` and `mean_logit` are fields of
+    `TemperatureSignal`, and rho includes the factor `rho_weight`.
 
     Args:
         config, context: options of the loss, and sizes and settings of the run.

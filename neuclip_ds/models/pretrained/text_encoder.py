@@ -343,7 +343,7 @@ def _only_hidden_states(trunk: Any) -> Any:
 
 
 def _context_length(folder: Path, tokenizer: Any, trunk: Any) -> int:
-    """Return the maximum number of tokens: the smallest limit in the folder's configs, including the trunk's positions."""
+    """Return the maximum number of tokens: the smallest limit in the folder's configs and of the trunk's positions."""
     limits = [_NO_LIMIT, int(min(tokenizer.model_max_length, _NO_LIMIT))]
     sentence_config = folder / "sentence_bert_config.json"
     if sentence_config.is_file():
