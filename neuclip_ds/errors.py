@@ -43,7 +43,9 @@ class UserError(Exception):
 
 
 class TrainingDiverged(Exception):
-    """Losses or gradients stay non-finite, or replicas differ; the message names step and cause. The exit code is 1.
+    """Losses or gradients stay non-finite, or replicated state differs between ranks. The exit code is 1.
+
+    The message names the step and the cause.
 
     Example:
         import neuclip_ds

@@ -247,7 +247,11 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
 
 @contextmanager
 def explain_disk(path: Path, remedy: str = "choose another --run.output-dir") -> Iterator[None]:
-    """Turn a file-system error that occurs while writing `path` into a `UserError` that ends with `remedy`."""
+    """Turn a file-system error that occurs while writing `path` into a `UserError` that ends with `remedy`.
+
+    If the error reports a limit of this machine, such as the number of open files, the `UserError` ends with the advice
+    to raise the limit instead.
+    """
     try:
         yield
     except OSError as error:
@@ -261,7 +265,7 @@ def private_folder() -> Path:
     """Return this user's shard cache in the system's temporary folder; create the cache if it does not exist.
 
     Raises:
-        UserError: other users could have put files there.
+        UserError: the folder cannot be created, or other users could have put files there.
     """
     folder = Path(tempfile.gettempdir()) / f"neuclip_ds_shards-{os.getuid()}"
     with explain_disk(folder, "set data.cache_dir"), suppress(FileExistsError):  # the check below reports it

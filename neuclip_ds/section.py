@@ -95,7 +95,7 @@ def read_options(path: Path) -> Any:
 
 
 def read_yaml(text: bytes | str) -> Any:
-    """Return the content of a YAML document.
+    """Return the content of a YAML document; None if it is empty.
 
     Raises `ValueError` or `yaml.YAMLError` if it is invalid. Aliases that contain themselves or expand to more than
     100,000 values are invalid, because merging and validating such options would never end.
