@@ -95,8 +95,6 @@ class NormalizerOutput:
 class NormalizerEstimator(Stateful):
     """Base class of the estimators of the normalizers."""
 
-    always_gathers = True
-    """Whether every step needs the features of all ranks."""
     allows_reference = False
     """Whether the estimate is correct if a reference model's similarities are subtracted: it must depend on the
     features only through `log_g`. With a reference, the features of a batch include the reference's features
