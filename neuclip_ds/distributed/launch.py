@@ -71,6 +71,7 @@ def process_group(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
         UserError: ranks are missing, have no GPU although others do, or run different code or a different task.
     """
     refuse_missing_hostfile()
+    before = os.environ.copy()
     complete_environment()
     if "RANK" not in os.environ:  # mpirun set no address
         _discover_with_mpi()
@@ -98,6 +99,7 @@ def process_group(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
             detector = FailureDetector(environment, detector_store, joined.address)
             stack.enter_context(detector)
         else:
+            stack.callback(_restore_variables, before)  # other programs take them for those of a launcher
             stack.callback(leave)
         flushed_before = bool(torch.tensor(2.0**-126).div(2) == 0)
         stack.callback(torch.set_flush_denormal, flushed_before)
@@ -125,15 +127,18 @@ def join(
     device = torch.device(accelerator.current_device_name())
     timeout = _COLLECTIVE_LIMIT + timedelta(seconds=max_outage)
     if not dist.is_initialized():
-        bound_device = None
-        if device.type == "cuda" and read_environment().world_size > 1:
-            bound_device = device  # NCCL connects a rank at once if the group is bound to the rank's GPU
+        environment = read_environment()
         backend = accelerator.communication_backend_name()
-        if group_store is None:
+        bound_device = None
+        if device.type == "cuda" and environment.world_size > 1:
+            bound_device = device  # NCCL connects a rank at once if the group is bound to the rank's GPU
+        if environment.world_size == 1:
+            # without a port: a command that this process starts inherits MASTER_PORT and would find the port in use
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        elif group_store is None:
             dist.init_process_group(backend, timeout=timeout, device_id=bound_device)
         else:
             group_store.set_timeout(timeout)
-            environment = read_environment()
             dist.init_process_group(
                 backend,
                 store=dist.PrefixStore("process_group", group_store),
@@ -187,6 +192,15 @@ def leave() -> None:
         deepspeed.comm.destroy_process_group()
     elif dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _restore_variables(before: Mapping[str, str]) -> None:
+    """Give the variables that `complete_environment` sets the values that they had before."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            os.environ.pop(name, None)
 
 
 def _choose_device(local_rank: int) -> None:
