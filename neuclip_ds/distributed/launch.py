@@ -44,7 +44,7 @@ from neuclip_ds.errors import UserError, counted, explained
 log = logging.getLogger(__name__)
 
 TIMEOUT = timedelta(minutes=5)  # longest time between the arrivals of the first rank and the last rank
-_COLLECTIVE_LIMIT = timedelta(minutes=30)
+_COLLECTIVE_LIMIT = timedelta(minutes=30)  # longest wait for another rank in a collective, without `max_outage`
 _FILE_DELAY = 15.0  # longest time in seconds until a network file system shows a file from another node
 _CONNECT_LIMIT = 10.0  # longest time in seconds of one attempt to connect to the store
 _POLL_INTERVAL = 0.1  # seconds between reads of the store
@@ -99,7 +99,7 @@ def process_group(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
             detector = FailureDetector(environment, detector_store, joined.address)
             stack.enter_context(detector)
         else:
-            stack.callback(_restore_variables, before)  # other programs take them for those of a launcher
+            stack.callback(_restore_variables, before)  # else other programs would take them for a launcher's
             stack.callback(leave)
         flushed_before = bool(torch.tensor(2.0**-126).div(2) == 0)
         stack.callback(torch.set_flush_denormal, flushed_before)
@@ -120,8 +120,8 @@ def join(
     Args:
         max_outage: as for `process_group`.
         store: store for the communicator's counters.
-        group_store: a dedicated connection to the store through which the group connects; by default, a new connection
-            to MASTER_ADDR.
+        group_store: a dedicated connection to the store through which several ranks connect; by default, a new
+            connection to MASTER_ADDR.
     """
     accelerator = get_accelerator()
     device = torch.device(accelerator.current_device_name())
@@ -204,7 +204,10 @@ def _restore_variables(before: Mapping[str, str]) -> None:
 
 
 def _choose_device(local_rank: int) -> None:
-    """Assign each rank on a node its own GPU before anything uses a GPU."""
+    """Assign each rank on a node its own GPU before anything uses a GPU; without GPUs, prepare for training on a CPU.
+
+    Raises `UserError` if the node has too few GPUs, or if it has GPUs that torch cannot use.
+    """
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         refuse_missing_gpus(_torch_build())
@@ -405,13 +408,13 @@ def _wait_for_verdict(
     """Join rank 0's current rendezvous attempt, and return its name and the result of rank 0's comparison.
 
     torchrun's store also contains the names and results of earlier attempts, in which this process took no part. This
-    rank therefore joins again whenever the name changes. torchrun's restart counts cannot serve as names, because they
-    differ between nodes.
+    rank therefore joins again whenever the name of the current attempt changes. torchrun's restart counts cannot serve
+    as names, because they differ between nodes.
     """
     deadline = time.monotonic() + 2 * timeout.total_seconds()  # rank 0 may have started to wait later than this rank
     attempt = ""
     attempt_store = store
-    while time.monotonic() < deadline:  # a signal could not end the rank during `store.wait`
+    while time.monotonic() < deadline:  # polls, because a signal could not end the rank during `store.wait`
         named = store.get("attempt").decode(errors="replace") if store.check(["attempt"]) else ""
         if named != attempt:
             attempt = named
@@ -444,7 +447,7 @@ def _compare(store: dist.Store, world_size: int, timeout: timedelta) -> _Verdict
     deadline = time.monotonic() + timeout.total_seconds()
     while len(arrivals) < world_size:
         number += 1
-        while not store.check([f"arrival/{number}"]):  # a wait that times out prints a warning
+        while not store.check([f"arrival/{number}"]):  # polls, because a `store.wait` that times out prints a warning
             if time.monotonic() > deadline:
                 missing = ", ".join(str(rank) for rank in range(world_size) if rank not in arrivals)
                 return verdict(
