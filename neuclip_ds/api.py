@@ -162,9 +162,9 @@ class Model:
         """Encode images as L2-normalized float32 features of shape (n, d).
 
         Args:
-            images: one image or a sequence of n images. An image is a path, encoded bytes, a PIL image, a uint8 array
-                of shape (H, W, 3), or a uint8 tensor of shape (3, H, W) in the model's image size. A batch may also be
-                one array of shape (n, H, W, 3) or one tensor of shape (n, 3, H, W).
+            images: one image or a sequence of n >= 1 images. An image is a path, encoded bytes, a PIL image, a uint8
+                array of shape (H, W, 3), or a uint8 tensor of shape (3, H, W) in the model's image size. A batch may
+                also be one array of shape (n, H, W, 3) or one tensor of shape (n, 3, H, W).
 
         Raises:
             ValueError: an array or a tensor is not uint8, or has the wrong shape.

@@ -255,8 +255,7 @@ class LoraConfig(Section):
     """LoRA adapters for the linear layers in the frozen blocks of both towers."""
 
     rank: int = Field(0, ge=0, le=1 << 12)
-    """Rank of the adapters; 0 adds no adapters. A tower with `trainable=all` or `projection` gets
-    none."""
+    """Rank of the adapters; 0 adds no adapters. A tower with `trainable=all` or `trainable=projection` gets none."""
     alpha: float = Field(16, gt=0)
     """Scale of the adapters, whose outputs are multiplied by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
@@ -299,7 +298,7 @@ class VisionConfig(TowerConfig):
     """Projection of the image model's feature to the joint space, without biases: one `linear` layer, or an `mlp` with
     (width + d) // 2 hidden units and GELU, as in open_clip."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Additional keyword arguments of `timm.create_model`, such as patch_size, embed_dim, depth, num_heads."""
+    """Additional keyword arguments of `timm.create_model`, such as patch_size, embed_dim, depth and num_heads."""
     mean: tuple[float, float, float] | None = None
     """Mean per channel, subtracted from pixels in [0, 1]. By default, the mean that `pretrained` was trained with, else
     that of OpenAI's CLIP."""

@@ -216,10 +216,11 @@ def records(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def append_lines(path: Path, lines: Iterable[str]) -> None:
-    """Append lines of JSON to a file, after removing a partial last line, which a killed program may have left.
+    """Append lines of JSON to a file.
 
-    If writing fails, for example because the disk is full, the part that was written is removed, and `OSError` is
-    raised.
+    A killed program may have left a last line without a newline: this line is kept if it is valid JSON, and removed
+    otherwise. If writing fails, for example because the disk is full, the part that was written is removed, and
+    `OSError` is raised.
     """
     text = "".join(f"{line}\n" for line in lines)
     with path.open("ab+", buffering=0) as file:

@@ -68,7 +68,8 @@ class Invocation(NamedTuple):
 def parse(argv: Sequence[str]) -> Invocation:
     """Parse a command line; dashes and underscores in options are equivalent.
 
-    Raises UserError for an invalid value, or for an unknown recipe or key; the message suggests the nearest name.
+    Raises `UserError` for an invalid value or combination of options, for a plugin that cannot be imported, and for an
+    unknown recipe or key; the message then suggests the nearest name.
     """
     import_named_plugins(argv)
     options = _command_line(argv)
@@ -143,7 +144,11 @@ def recipe_summary(name: str) -> str:
 
 
 def load_recipe(name: str, within: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Return a recipe as a tree with its includes merged in; `within` lists the files that include the recipe."""
+    """Return a recipe as a tree with its includes merged in; `within` lists the files that include the recipe.
+
+    Also imports the plugins that these files name. Raises `UserError` if a file is missing, invalid or includes itself,
+    or a plugin cannot be imported.
+    """
     path = _find_recipe(name, within[-1].parent if within else None)
     file = path.resolve()
     chain = (*within, file)
@@ -288,7 +293,7 @@ def _import_plugins(tree: Mapping[str, Any]) -> None:
 
 
 def _with_other_methods(tree: dict[str, Any]) -> dict[str, Any]:
-    """Merge into `objective` the sections of `other_methods` that the chosen method uses; drop the others."""
+    """Merge into `objective` the sections of `other_methods` that the chosen method uses; validate all, drop others."""
     objective = tree.get("objective")
     if not isinstance(objective, dict) or _OTHER_METHODS not in objective:
         return tree
@@ -393,7 +398,10 @@ def respell(argument: str, old: str, new: str) -> str:
 
 
 def _find_recipe(name: str, including_folder: Path | None) -> Path:
-    """Return the file of a recipe, given by name, by path, or relative to the folder of the recipe that includes it."""
+    """Return the file of a recipe, given by name, by path, or relative to the folder of the recipe that includes it.
+
+    Raises `UserError` if there is none.
+    """
     candidates = [RECIPES / f"{name}.yaml", Path(name)]
     if including_folder is not None:
         candidates = [including_folder / name, including_folder / f"{name}.yaml", *candidates]

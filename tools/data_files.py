@@ -170,7 +170,7 @@ def write_data(file: DataFile) -> None:
 
 
 def names_with_older_code() -> set[str]:
-    """Return the names of origins whose code has changed since, as recorded by tools/write_tables.py."""
+    """Return the names of origins whose code has changed since the measurement, as tools/write_tables.py recorded."""
     return set(OLDER_CODE.read_text(encoding="utf-8").split("\n")) - {""}
 
 
@@ -216,7 +216,7 @@ def has_history() -> bool:
 
 
 def commit() -> str:
-    """Return the abbreviated hash of the current commit, with the suffix `-dirty` if there are uncommitted changes."""
+    """Return the current commit's short hash, with `-dirty` if there are uncommitted changes; `unknown` without git."""
     try:
         return _git("describe", "--always", "--dirty", "--exclude=*")
     except (OSError, subprocess.CalledProcessError):
