@@ -36,7 +36,7 @@ OPENAI_MEAN: Channels = (0.48145466, 0.4578275, 0.40821073)
 OPENAI_STD: Channels = (0.26862954, 0.26130258, 0.27577711)
 CLIP_BPE = "clip_bpe"  # a value of model.text.tokenizer
 CONFIG = "config.yaml"  # file of a run's config, in its folder and in its checkpoints
-TOKENIZER = "tokenizer"  # folder of the tokenizer of a model that is built from the config, in the same places
+TOKENIZER = "tokenizer"  # folder of the tokenizer, next to CONFIG, if the model is built from the config
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -54,13 +54,13 @@ class RunConfig(Section):
     checkpoint_every: int = Field(1000, ge=1)
     """Steps between checkpoints; another checkpoint is saved at the end of the run."""
     keep_checkpoints: int = Field(2, ge=1)
-    """Number of the newest checkpoints to keep on disk."""
+    """Number of newest checkpoints to keep on disk, in addition to the one with the best `best_metric`."""
     max_skipped_steps: int = Field(10, ge=1)
     """Number of consecutive skipped steps (with a non-finite loss or gradient) after which the run returns to its
-    newest checkpoint. The run ends if training fails at the same step again."""
+    newest checkpoint. The run ends if this happens again before training has passed these steps."""
     remote: str | None = Field(None, min_length=1)
     """Folder in a remote store, such as s3://bucket/runs. Checkpoints, metrics and logs are copied to its subfolder
-    NAME while training continues. A run resumes from there if its local checkpoints are older or absent."""
+    NAME while training continues. A run resumes from this copy if its local checkpoints are older or absent."""
     log_every: int = Field(10, ge=1)
     """Steps between lines of metrics.jsonl, and between points in TensorBoard and Weights & Biases."""
     evaluate_every: int = Field(0, ge=0)
@@ -135,8 +135,8 @@ class DataConfig(Section):
     weighted sources: [{path: /data/dfn, weight: 3}, {path: /data/cc12m, weight: 1}]."""
     val: Annotated[Annotated[int, Field(ge=0)] | str, Field(union_mode="left_to_right")] = "auto"
     """Held-out pairs for retrieval, in any form that `train` accepts, or the number of pairs to hold out of `train`.
-    `auto` uses the `val` folder next to `train` if it exists; otherwise it holds out 0.1% of the pairs (200 to 10,000,
-    or none if there are fewer than 2,000). An empty value disables validation."""
+    `auto` uses the `val` folder next to `train` if it exists; otherwise, it holds out 0.1% of the pairs, but at least
+    200 and at most 10,000, or none if `train` has fewer than 2,000 pairs. An empty value disables validation."""
     zero_shot: str = "auto"
     """Zero-shot set: a folder with one subfolder of images per class, or a folder in CLIP_benchmark's layout. `auto`
     uses the `zero_shot` folder next to `train` if it exists; an empty value disables zero-shot evaluation."""
@@ -168,12 +168,13 @@ class DataConfig(Section):
     projection. Training reads them instead of decoding images and running the tower's frozen trunk
     (docs/how-to/stored_features.md)."""
     text_features: str | None = Field(None, min_length=1)
-    """Folder with the text tower's pooled outputs, like `image_features`; training then does not tokenize captions."""
+    """Folder with the text tower's pooled outputs before the projection, in the form of `image_features`. Training then
+    does not tokenize captions or run the text tower's frozen trunk."""
     cache_dir: Path | None = None
     """Folder on each node for copies of remote shards. By default, neuclip_ds_shards-UID in the system's temporary
     folder, writable only by you."""
     cache_gb: float = Field(100, gt=0)
-    """Size limit of `cache_dir`, in GB. Each node caches the shards that it is currently reading."""
+    """Size limit of `cache_dir`, in GB. Each node caches the shards that it reads now or will read next."""
     downloads: int = Field(8, ge=1, le=1024)
     """Maximum number of concurrent prefetches of remote shards per node. In addition, loader processes fetch the shards
     that they are waiting for."""
@@ -189,8 +190,8 @@ class DataConfig(Section):
     """Samples that are shuffled together within a shard stream. By default, up to 8 million over all streams (500,000
     per node on more than 16 nodes), or fewer if their shards would not fit into `cache_gb`."""
     drop_last: bool = False
-    """Skip the samples that do not fill an epoch's last batch. Otherwise, every sample is seen exactly once per epoch,
-    and the last batch may have empty rows."""
+    """Skip the samples that do not fill an epoch's last batch. If false, every sample is seen exactly once per epoch,
+    and the last batch may have empty rows. A mixture of sources fills every batch in any case."""
     max_bad_fraction: float = Field(0.01, ge=0, le=1)
     """Largest accepted fraction of bad samples among all samples read; above it, the run stops. The run also stops if
     more than 10 times this fraction of the samples of one rank's last 1,000 steps are bad."""
@@ -241,12 +242,12 @@ Projection = Literal["linear", "mlp"]
 
 # options of model.text that a pretrained text encoder replaces
 REPLACED_BY_TEXT_ENCODER = ("tokenizer", "vocab_size", "width", "layers", "heads")
-# options of the towers that model.pretrained replaces, as well as model.embed_dim
+# options of the towers that model.pretrained replaces; it also replaces model.embed_dim
 REPLACED_BY_CHECKPOINT = {
     "vision": ("name", "options", "patch_drop", "mean", "std", "projection"),
     "text": (*REPLACED_BY_TEXT_ENCODER, "projection"),
 }
-# options that have the checkpoint's values by default; if they are set, position embeddings are resampled
+# options that have the checkpoint's values by default; for other values, position embeddings are resampled
 SIZES = {"vision": "image_size", "text": "context_length"}
 
 
@@ -254,8 +255,7 @@ class LoraConfig(Section):
     """LoRA adapters for the linear layers in the frozen blocks of both towers."""
 
     rank: int = Field(0, ge=0, le=1 << 12)
-    """Rank of the adapters; 0 adds no adapters. A tower with `trainable=all` or `projection` gets
-    none."""
+    """Rank of the adapters; 0 adds no adapters. A tower with `trainable=all` or `trainable=projection` gets none."""
     alpha: float = Field(16, gt=0)
     """Scale of the adapters, whose outputs are multiplied by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
@@ -298,12 +298,13 @@ class VisionConfig(TowerConfig):
     """Projection of the image model's feature to the joint space, without biases: one `linear` layer, or an `mlp` with
     (width + d) // 2 hidden units and GELU, as in open_clip."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Additional keyword arguments of `timm.create_model`, such as patch_size, embed_dim, depth, num_heads."""
+    """Additional keyword arguments of `timm.create_model`, such as patch_size, embed_dim, depth and num_heads."""
     mean: tuple[float, float, float] | None = None
     """Mean per channel, subtracted from pixels in [0, 1]. By default, the mean with which the weights in `pretrained`
     were trained, else the mean of OpenAI's CLIP."""
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = None
-    """Standard deviation per channel, by which pixels are divided. By default, as for `mean`."""
+    """Standard deviation per channel, by which pixels are divided. By default, the standard deviation with
+    which the weights in `pretrained` were trained, else the standard deviation of OpenAI's CLIP."""
 
     def resolved_image_size(self) -> int:
         """Return the image size of a tower that is built from the config, by default 224."""
@@ -336,9 +337,9 @@ class TextConfig(TowerConfig):
     tokenizer: str | None = None
     """Folder or hub name of a transformers tokenizer, or `clip_bpe` (CLIP's English tokenizer, which needs the
     open_clip_torch package). By default, or if that package is missing, a byte-level BPE is trained on the captions. A
-    copy is saved in the run's folder and is used when the run resumes."""
+    copy of the tokenizer is saved in the run's folder and is used when the run resumes."""
     vocab_size: int = Field(49408, ge=300, le=1 << 24)
-    """Vocabulary size of the trained BPE; a named tokenizer keeps its vocabulary."""
+    """Largest vocabulary size of a BPE that is trained on the captions; other tokenizers keep their vocabularies."""
     context_length: int | None = Field(None, ge=4, le=1 << 16)
     """Number of tokens, including special tokens, to which a caption is truncated or padded. By default, the length of
     `model.pretrained`, else 77. If the length differs from the checkpoint's, the position embeddings are resampled, as
@@ -371,7 +372,7 @@ class TextConfig(TowerConfig):
         if self.pretrained:
             for name in REPLACED_BY_TEXT_ENCODER:
                 if is_given(self, name):
-                    raise ValueError(f"{name} has no effect with pretrained, whose encoder determines it; omit {name}")
+                    raise ValueError(f"{name} has no effect with pretrained, whose encoder has its own {name}; omit it")
         return self
 
 
@@ -411,7 +412,7 @@ class ModelConfig(Section):
     @classmethod
     def _names_what_to_compile(cls, value: Any) -> Any:
         if str(value).lower() == "true":
-            raise ValueError("true does not say what to compile; set compile=blocks")
+            raise ValueError("true does not say what to compile; use blocks or towers")
         return False if str(value).lower() == "false" else value
 
     @model_validator(mode="after")
@@ -440,7 +441,7 @@ class ModelConfig(Section):
         trained = {self.trained("vision"), self.trained("text")}
         if self.lora.rank and trained <= {"all", "projection"}:
             raise ValueError(
-                "with trainable=all or projection in both towers, lora has no weights to adapt; freeze a tower"
+                "trainable=all or projection in both towers leaves no frozen blocks for lora; freeze blocks of a tower"
             )
         if not self.lora.rank and trained == {"frozen"}:
             raise ValueError(
@@ -535,8 +536,8 @@ class RecoveryConfig(Section):
 class Config(Section):
     """All options of a run, nested as in a recipe.
 
-    `train.py --help all` prints every option with its default. A config is a pydantic model; an unknown option or an
-    invalid value raises pydantic's `ValidationError`, which is a `ValueError`.
+    `neuclip-ds train --help all` prints every option with its default. A config is a pydantic model; an unknown option
+    or an invalid value raises pydantic's `ValidationError`, which is a `ValueError`.
 
     Example:
         import neuclip_ds
@@ -588,7 +589,7 @@ class Config(Section):
         return {**tree, "objective": merge(blank, objective)}
 
     def rank_batch(self, world_size: int) -> int:
-        """Return the number of pairs that each rank processes per global batch."""
+        """Return the number of pairs per rank in a global batch; raise `UserError` if it is not a whole number."""
         batch_size = self.data.batch_size
         if batch_size % world_size:
             smaller = batch_size // world_size * world_size
@@ -599,7 +600,11 @@ class Config(Section):
         return batch_size // world_size
 
     def micro_batch(self, world_size: int) -> int:
-        """Return the number of pairs that a rank passes through the towers at a time."""
+        """Return the number of pairs that a rank passes through the towers at a time.
+
+        Raises `UserError` if the ranks do not divide the global batch, or `data.micro_batch` does not divide a rank's
+        batch.
+        """
         rank_batch = self.rank_batch(world_size)
         micro_batch = self.data.micro_batch or rank_batch
         if rank_batch % micro_batch:
@@ -627,7 +632,7 @@ def without_replaced(tree: Mapping[str, Any]) -> dict[str, Any]:
     Configs that earlier versions saved contain these options, which have no effect.
     """
     model = tree.get("model")
-    if not isinstance(model, Mapping):  # of a damaged file
+    if not isinstance(model, Mapping):  # the file is damaged
         return dict(tree)
     replaced: Mapping[str, Sequence[str]] = {}
     text = model.get("text")

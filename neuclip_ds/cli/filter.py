@@ -56,10 +56,8 @@ def main(arguments: Sequence[str]) -> None:
     bounds = {"minimum": options.min, "maximum": options.max, "top": options.top}
     rule = Rule(**{name: value for name, value in bounds.items() if value is not None})
     selected = select(options.files, options.column, rule, options.out, options.uid_column, options.within, *refine)
-    kept = f"kept {counted(selected.kept, 'uid')} of {counted(selected.samples, 'sample')}"
-    bound = ""
-    if math.isfinite(selected.minimum):
-        bound = f"; the rule keeps values of {options.column} from {selected.minimum:.6g}"
+    kept = f"{counted(selected.kept, 'uid')} of {counted(selected.samples, 'sample')}"
+    bound = "" if math.isinf(selected.minimum) else f", whose {options.column} is at least {selected.minimum:.6g}"
     print(f"{options.out}: {kept}{bound}.")
     if options.near_duplicates is not None:
         candidates = selected.kept + selected.refined
