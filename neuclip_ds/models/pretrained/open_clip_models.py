@@ -173,8 +173,8 @@ class OpenClipCheckpoint(ModelSource):
             options["trust_remote_code"] = False  # open_clip passes the options on to transformers' tokenizer
         with explained(
             f"open_clip cannot read the tokenizer of {self._where}",
-            "put its files (tokenizer.json and tokenizer_config.json) into a folder with the weights and "
-            f"{CONFIG_FILE}, and name that folder",
+            "put the tokenizer's files (tokenizer.json and tokenizer_config.json) into a folder with the weights and "
+            f"{CONFIG_FILE}, and pass this folder as the model",
         ):
             return OpenClipTokenizer(import_open_clip().get_tokenizer(self._tokenizer_source, **options))
 
@@ -402,14 +402,15 @@ def _read_preprocessing(
     if len(sides) != 1 or len(mean) != 3 or len(std) != 3:
         raise UserError(
             f"{where} takes images of {size} pixels with mean {mean} and std {std}; only square images with three "
-            "channels are supported."
+            "channels are supported: use another checkpoint."
         )
     resize_mode = preprocess_config.get("resize_mode") or "shortest"
     interpolation = preprocess_config.get("interpolation") or "bicubic"
     if resize_mode not in ("shortest", "squash") or interpolation not in ("bicubic", "bilinear", "random"):
         raise UserError(
             f"{where} resizes images with resize_mode={resize_mode} and interpolation={interpolation}; only "
-            "resize_mode shortest and squash, with bicubic or bilinear interpolation, are supported."
+            "resize_mode shortest and squash, with bicubic or bilinear interpolation, are supported: use another "
+            "checkpoint."
         )
     return Preprocessing(
         size=int(sides.pop()),
