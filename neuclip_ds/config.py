@@ -162,7 +162,8 @@ class DataConfig(Section):
     json:KEY (a string or a list). Each visit to a sample draws one caption; {"txt": 0.7, "syn.txt": 0.3} draws the
     caption's source with these probabilities."""
     decoder: Literal["simplejpeg", "pil"] = "simplejpeg"
-    """Library that decodes JPEGs: simplejpeg is faster; pil produces the same pixels as open_clip."""
+    """Library that decodes JPEGs: simplejpeg is faster; pil produces open_clip's pixels. For random crops, both first
+    scale large JPEGs down to 1/2, 1/4 or 1/8, which open_clip does not do."""
     image_features: str | None = Field(None, min_length=1)
     """Folder that `neuclip-ds embed` wrote for the training data, with the image tower's pooled outputs before the
     projection. Training reads them instead of decoding images and running the tower's frozen trunk
