@@ -192,7 +192,7 @@ class DataConfig(Section):
     per node on more than 16 nodes), or fewer if their shards would not fit into `cache_gb`."""
     drop_last: bool = False
     """Skip the samples that do not fill an epoch's last batch. If false, every sample is seen exactly once per epoch,
-    and the last batch may have empty rows. A mixture of sources fills every batch in any case."""
+    and the last batch may have empty rows. The batches of a mixture of sources are always full."""
     max_bad_fraction: float = Field(0.01, ge=0, le=1)
     """Fraction of bad samples above which the run stops. For the last 1,000 steps of a single rank, a limit 10 times as
     high applies."""
@@ -217,6 +217,12 @@ class DataConfig(Section):
         if any(have_weight) and not all(have_weight):
             raise ValueError("some sources have a weight and others do not; set all weights, or none")
         return train
+
+    @model_validator(mode="after")
+    def _mixtures_fill_their_batches(self) -> DataConfig:
+        if self.sources and self.drop_last:
+            raise ValueError("drop_last has no effect on a mixture of sources, whose batches are always full; omit it")
+        return self
 
     @property
     def sources(self) -> list[SourceConfig]:
