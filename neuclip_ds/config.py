@@ -162,7 +162,8 @@ class DataConfig(Section):
     json:KEY (a string or a list). Each visit to a sample draws one caption; {"txt": 0.7, "syn.txt": 0.3} draws the
     caption's source with these probabilities."""
     decoder: Literal["simplejpeg", "pil"] = "simplejpeg"
-    """Library that decodes JPEGs: simplejpeg is faster; pil produces the same pixels as open_clip."""
+    """Library that decodes JPEGs: simplejpeg is faster; pil produces open_clip's pixels. For random crops, both first
+    scale large JPEGs down to 1/2, 1/4 or 1/8, which open_clip does not do."""
     image_features: str | None = Field(None, min_length=1)
     """Folder that `neuclip-ds embed` wrote for the training data, with the image tower's pooled outputs before the
     projection. Training reads them instead of decoding images and running the tower's frozen trunk
@@ -191,7 +192,7 @@ class DataConfig(Section):
     per node on more than 16 nodes), or fewer if their shards would not fit into `cache_gb`."""
     drop_last: bool = False
     """Skip the samples that do not fill an epoch's last batch. If false, every sample is seen exactly once per epoch,
-    and the last batch may have empty rows. A mixture of sources fills every batch in any case."""
+    and the last batch may have empty rows. The batches of a mixture of sources are always full."""
     max_bad_fraction: float = Field(0.01, ge=0, le=1)
     """Largest accepted fraction of bad samples among all samples read; above it, the run stops. The run also stops if
     more than 10 times this fraction of the samples of one rank's last 1,000 steps are bad."""
@@ -216,6 +217,12 @@ class DataConfig(Section):
         if any(have_weight) and not all(have_weight):
             raise ValueError("some sources have a weight and others do not; set all weights, or none")
         return train
+
+    @model_validator(mode="after")
+    def _mixtures_fill_their_batches(self) -> DataConfig:
+        if self.sources and self.drop_last:
+            raise ValueError("drop_last has no effect on a mixture of sources, whose batches are always full; omit it")
+        return self
 
     @property
     def sources(self) -> list[SourceConfig]:
