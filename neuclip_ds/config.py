@@ -36,7 +36,7 @@ OPENAI_MEAN: Channels = (0.48145466, 0.4578275, 0.40821073)
 OPENAI_STD: Channels = (0.26862954, 0.26130258, 0.27577711)
 CLIP_BPE = "clip_bpe"  # a value of model.text.tokenizer
 CONFIG = "config.yaml"  # file of a run's config, in its folder and in its checkpoints
-TOKENIZER = "tokenizer"  # folder of the tokenizer of a model that is built from the config, in the same places
+TOKENIZER = "tokenizer"  # folder of the tokenizer, next to CONFIG, if the model is built from the config
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -241,12 +241,12 @@ Projection = Literal["linear", "mlp"]
 
 # options of model.text that a pretrained text encoder replaces
 REPLACED_BY_TEXT_ENCODER = ("tokenizer", "vocab_size", "width", "layers", "heads")
-# options of the towers that model.pretrained replaces, as well as model.embed_dim
+# options of the towers that model.pretrained replaces; it also replaces model.embed_dim
 REPLACED_BY_CHECKPOINT = {
     "vision": ("name", "options", "patch_drop", "mean", "std", "projection"),
     "text": (*REPLACED_BY_TEXT_ENCODER, "projection"),
 }
-# options that have the checkpoint's values by default; if they are set, position embeddings are resampled
+# options that have the checkpoint's values by default; for other values, position embeddings are resampled
 SIZES = {"vision": "image_size", "text": "context_length"}
 
 
@@ -254,8 +254,7 @@ class LoraConfig(Section):
     """LoRA adapters for the linear layers in the frozen blocks of both towers."""
 
     rank: int = Field(0, ge=0, le=1 << 12)
-    """Rank of the adapters; 0 adds no adapters. A tower with `trainable=all` or `projection` gets
-    none."""
+    """Rank of the adapters; 0 adds no adapters. A tower with `trainable=all` or `trainable=projection` gets none."""
     alpha: float = Field(16, gt=0)
     """Scale of the adapters, whose outputs are multiplied by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
@@ -298,12 +297,13 @@ class VisionConfig(TowerConfig):
     """Projection of the image model's feature to the joint space, without biases: one `linear` layer, or an `mlp` with
     (width + d) // 2 hidden units and GELU, as in open_clip."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Additional keyword arguments of `timm.create_model`, such as patch_size, embed_dim, depth, num_heads."""
+    """Additional keyword arguments of `timm.create_model`, such as patch_size, embed_dim, depth and num_heads."""
     mean: tuple[float, float, float] | None = None
     """Mean per channel, subtracted from pixels in [0, 1]. By default, the mean of `pretrained`, else of OpenAI's
     CLIP."""
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = None
-    """Standard deviation per channel, by which pixels are divided. By default, as for `mean`."""
+    """Standard deviation per channel, by which pixels are divided. By default, the one of `pretrained`, else of
+    OpenAI's CLIP."""
 
     def resolved_image_size(self) -> int:
         """Return the image size of a tower that is built from the config, by default 224."""
@@ -533,8 +533,8 @@ class RecoveryConfig(Section):
 class Config(Section):
     """All options of a run, nested as in a recipe.
 
-    `train.py --help all` prints every option with its default. A config is a pydantic model; an unknown option or an
-    invalid value raises pydantic's `ValidationError`, which is a `ValueError`.
+    `neuclip-ds train --help all` prints every option with its default. A config is a pydantic model; an unknown option
+    or an invalid value raises pydantic's `ValidationError`, which is a `ValueError`.
 
     Example:
         import neuclip_ds
@@ -586,7 +586,7 @@ class Config(Section):
         return {**tree, "objective": merge(blank, objective)}
 
     def rank_batch(self, world_size: int) -> int:
-        """Return the number of pairs that each rank processes per global batch."""
+        """Return the number of pairs per rank in a global batch; raise `UserError` if it is not a whole number."""
         batch_size = self.data.batch_size
         if batch_size % world_size:
             smaller = batch_size // world_size * world_size
@@ -597,7 +597,11 @@ class Config(Section):
         return batch_size // world_size
 
     def micro_batch(self, world_size: int) -> int:
-        """Return the number of pairs that a rank passes through the towers at a time."""
+        """Return the number of pairs that a rank passes through the towers at a time.
+
+        Raises `UserError` if the ranks do not divide the global batch, or `data.micro_batch` does not divide a rank's
+        batch.
+        """
         rank_batch = self.rank_batch(world_size)
         micro_batch = self.data.micro_batch or rank_batch
         if rank_batch % micro_batch:
@@ -625,7 +629,7 @@ def without_replaced(tree: Mapping[str, Any]) -> dict[str, Any]:
     Configs that earlier versions saved contain these options, which have no effect.
     """
     model = tree.get("model")
-    if not isinstance(model, Mapping):  # of a damaged file
+    if not isinstance(model, Mapping):  # the file is damaged
         return dict(tree)
     replaced: Mapping[str, Sequence[str]] = {}
     text = model.get("text")

@@ -62,7 +62,7 @@ def checksum_of(path: Path) -> Checksum:
 
 
 def seen_from_here(path: Path) -> Path:
-    """Return a path for messages: relative to the working directory if it is inside of it."""
+    """Return a path for messages: relative to the working directory if it is inside."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 
@@ -181,7 +181,7 @@ def read_text(path: Path) -> str:
 
 
 def json_lines(path: Path) -> list[Any]:
-    """Return the records of a JSON Lines file; first truncate the file if a killed program left a partial last line."""
+    """Return the records of a JSON Lines file; first remove a last line without a newline, left by a killed program."""
     text = path.read_bytes()
     complete_lines = text[: text.rfind(b"\n") + 1]
     os.truncate(path, len(complete_lines))
@@ -216,10 +216,11 @@ def records(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def append_lines(path: Path, lines: Iterable[str]) -> None:
-    """Append lines of JSON to a file, after removing a partial last line, which a killed program may have left.
+    """Append lines of JSON to a file.
 
-    If writing fails, for example because the disk is full, the part that was written is removed, and `OSError` is
-    raised.
+    A killed program may have left a last line without a newline: this line is kept if it is valid JSON, and removed
+    otherwise. If writing fails, for example because the disk is full, the part that was written is removed, and
+    `OSError` is raised.
     """
     text = "".join(f"{line}\n" for line in lines)
     with path.open("ab+", buffering=0) as file:
@@ -246,7 +247,11 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
 
 @contextmanager
 def explain_disk(path: Path, remedy: str = "choose another --run.output-dir") -> Iterator[None]:
-    """Turn a file-system error that occurs while writing `path` into a `UserError` that ends with `remedy`."""
+    """Turn a file-system error that occurs while writing `path` into a `UserError` that ends with `remedy`.
+
+    If the error reports a limit of this machine, such as the number of open files, the `UserError` ends with the advice
+    to raise the limit instead.
+    """
     try:
         yield
     except OSError as error:
@@ -260,7 +265,7 @@ def private_folder() -> Path:
     """Return this user's shard cache in the system's temporary folder; create the cache if it does not exist.
 
     Raises:
-        UserError: other users could have put files there.
+        UserError: the folder cannot be created, or other users could have put files there.
     """
     folder = Path(tempfile.gettempdir()) / f"neuclip_ds_shards-{os.getuid()}"
     with explain_disk(folder, "set data.cache_dir"), suppress(FileExistsError):  # the check below reports it

@@ -83,7 +83,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_options(path: Path) -> Any:
-    """Return the content of a YAML or .json file of options; raise `UserError` if the file cannot be read."""
+    """Return the content of a YAML or .json file of options; raise `UserError` if it cannot be read or is invalid."""
     try:
         text = path.read_bytes()
         return json.loads(text) if path.suffix == ".json" else read_yaml(text)
@@ -95,7 +95,7 @@ def read_options(path: Path) -> Any:
 
 
 def read_yaml(text: bytes | str) -> Any:
-    """Return the content of a YAML document.
+    """Return the content of a YAML document; None if it is empty.
 
     Raises `ValueError` or `yaml.YAMLError` if it is invalid. Aliases that contain themselves or expand to more than
     100,000 values are invalid, because merging and validating such options would never end.

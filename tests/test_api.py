@@ -1,6 +1,8 @@
 """Test the trainer as a library: `neuclip_ds.train`, its results, and the trained model."""
 
+import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +26,7 @@ SMALL = {
     "data": {"batch_size": 8, "workers": 0, "zero_shot": ""},
     "max_steps": 3,
 }
+LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 class CountSteps(neuclip_ds.Hook):
@@ -31,6 +34,8 @@ class CountSteps(neuclip_ds.Hook):
 
     def after_step(self, loop, result) -> None:
         assert torch.are_deterministic_algorithms_enabled()  # as the config requests
+        with socket.socket() as server:  # a command that the hook starts listens at the port of the environment
+            server.bind((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
         self.steps += 1
 
     def after_run(self, loop) -> None:
@@ -41,6 +46,7 @@ class CountSteps(neuclip_ds.Hook):
 def run(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> neuclip_ds.Run:
     hook = CountSteps()
     handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
+    variables = LAUNCHER_VARIABLES & os.environ.keys()
     options = {
         **SMALL,
         "run": {"output_dir": tmp_path_factory.mktemp("runs"), "name": "library"},
@@ -52,6 +58,7 @@ def run(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> neuclip_ds.Ru
     assert hook.steps == 3
     assert not torch.are_deterministic_algorithms_enabled()
     assert handlers == [signal.getsignal(number) for number in STOP_SIGNALS]
+    assert variables == LAUNCHER_VARIABLES & os.environ.keys()  # otherwise, later commands take them for a launcher's
     return run
 
 

@@ -2,9 +2,10 @@
 
 The program trains on random pairs in fresh processes, one per rank. The columns are
 
-    GB              size of a checkpoint step s          time of a training step (median) unchecked s     time to write
-    the files and force them to disk, without checksums or reading back save s          time of the whole save, during
-    which training waits
+    GB            size of a checkpoint
+    step s        median time of a training step
+    unchecked s   time to write the files and force them to disk, without checksums and without reading the files again
+    save s        time of the whole save, during which training waits
 
 Example:
     python tools/benchmark_checkpoint.py --folder /data/scratch --models vitb32 --ranks 1 2

@@ -91,7 +91,7 @@ from neuclip_ds.profiling.recorder import BREAKDOWN
 PEERS = Path(__file__).parent / "peers"
 PARTS = ("speed", "shares", "throughput")
 SPEEDS = "speeds.csv"
-_CODE = "neuclip_ds/losses neuclip_ds/training neuclip_ds/engine neuclip_ds/models"  # that the speeds describe
+_CODE = "neuclip_ds/losses neuclip_ds/training neuclip_ds/engine neuclip_ds/models"  # the code that the speeds describe
 RANDOM = "random"
 _CACHE = Path(".cache")
 _CAPTIONS = 20_000  # captions that the tokenizer is trained on

@@ -47,7 +47,8 @@ class Origin:
     def has_newer_code(self) -> bool:
         """Return whether the code behind the numbers has changed since their commit; needs git and the whole history.
 
-        Changes to comments and docstrings do not count. An unknown commit is taken to be the last one of its day.
+        Changes to comments, docstrings and messages do not count. An unknown commit is taken to be the last one of its
+        day.
         """
         base = self.commit.split("-")[0]  # without the suffix -dirty
         if not _git("rev-parse", "--verify", "--quiet", f"{base}^{{commit}}", check=False):
@@ -57,7 +58,7 @@ class Origin:
 
 
 def _changed_in_effect(base: str, path: str) -> bool:
-    """Return whether a file's code differs from its code at a commit, apart from comments and docstrings."""
+    """Return whether a file's code differs from its code at a commit, apart from comments, docstrings and messages."""
     if not path.endswith(".py"):
         return True
     before = _git("show", f"{base}:{path}", check=False)
@@ -66,17 +67,27 @@ def _changed_in_effect(base: str, path: str) -> bool:
 
 
 def _statements(source: str) -> str:
-    """Return the code of a module without comments and docstrings."""
+    """Return the code of a module without comments, docstrings and messages, which are strings that contain a space."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
             node.body = [line for line in body if not _is_text(line)]  # type: ignore[attr-defined]
-    return ast.dump(tree)
+    return ast.dump(_WithoutMessages().visit(tree))
 
 
 def _is_text(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+class _WithoutMessages(ast.NodeTransformer):
+    def visit_Constant(self, node: ast.Constant) -> ast.Constant:
+        is_message = isinstance(node.value, str) and " " in node.value
+        return ast.Constant("message") if is_message else node
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:
+        texts = [part.value for part in node.values if isinstance(part, ast.Constant)]
+        return ast.Constant("message") if any(" " in str(text) for text in texts) else node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +170,7 @@ def write_data(file: DataFile) -> None:
 
 
 def names_with_older_code() -> set[str]:
-    """Return the names of origins whose code has changed since, as recorded by tools/write_tables.py."""
+    """Return the names of origins whose code has changed since the measurement, as tools/write_tables.py recorded."""
     return set(OLDER_CODE.read_text(encoding="utf-8").split("\n")) - {""}
 
 
@@ -205,7 +216,7 @@ def has_history() -> bool:
 
 
 def commit() -> str:
-    """Return the abbreviated hash of the current commit, with the suffix `-dirty` if there are uncommitted changes."""
+    """Return the current commit's short hash, with `-dirty` if there are uncommitted changes; `unknown` without git."""
     try:
         return _git("describe", "--always", "--dirty", "--exclude=*")
     except (OSError, subprocess.CalledProcessError):

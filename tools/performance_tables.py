@@ -15,7 +15,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *files: DataFile, 
 
 
 def columns_of(name: str, headings: Mapping[str, str]) -> Callable[[], str]:
-    """Return a function that prints columns of a file under the given headings."""
+    """Return a function that returns a table with columns of a file under the given headings."""
 
     def print_table() -> str:
         file = read_data(name)
@@ -26,7 +26,7 @@ def columns_of(name: str, headings: Mapping[str, str]) -> Callable[[], str]:
 
 
 def whole_file(name: str) -> Callable[[], str]:
-    """Return a function that prints a file's whole table."""
+    """Return a function that returns a file's whole table."""
     return columns_of(name, {column: column for column in read_data(name).columns})
 
 
@@ -219,7 +219,7 @@ def cost_model_fit() -> str:
 
 
 def tutorial(page: str) -> Callable[[], str]:
-    """Return a function that prints how long the steps of a tutorial take."""
+    """Return a function that returns a table with the time of each step of a tutorial."""
 
     def print_table() -> str:
         file = read_data("tutorials")
@@ -230,7 +230,7 @@ def tutorial(page: str) -> Callable[[], str]:
 
 
 def time_of(page: str) -> Callable[[], str]:
-    """Return a function that prints how long all steps of a tutorial take together."""
+    """Return a function that returns the total time of a tutorial's steps, as a phrase."""
 
     def print_time() -> str:
         file = read_data("tutorials")
@@ -270,6 +270,19 @@ def cost_of_losses_on_h200() -> str:
     return f"{costs[0]}; the same loss in open_clip, `ClipLoss`, takes {costs[1]} ({_measured(file)})"
 
 
+def time_of_near_duplicates() -> str:
+    """Return how long `neuclip-ds filter --near-duplicates` takes."""
+    file = read_data("stored_features")
+    what = "`neuclip-ds filter --near-duplicates`, 40,000 samples"
+    return f"{file.row(what=what)['CPU s']} s for 40,000 on one CPU core, {_measured(file)}"
+
+
+def time_of_fast_tests() -> str:
+    """Return the CPU time of all fast tests."""
+    seconds = sum(float(row["CPU s"]) for row in read_data("test_times").rows)
+    return _rounded_time(seconds)
+
+
 def _measured(file: DataFile) -> str:
     has_newer_code = file.origin.name in names_with_older_code()
     return f"measured {file.origin.date}" + (" with earlier code" if has_newer_code else "")
@@ -279,6 +292,8 @@ TUTORIALS = ("quick_start", "stored_features", "fine_tuning", "your_own_data", "
 VALUES: Mapping[str, Callable[[], str]] = {
     **{f"time_of_{page}": time_of(page) for page in ("stored_features", "fine_tuning")},
     "time_of_first_run": first_run,
+    "time_of_near_duplicates": time_of_near_duplicates,
+    "time_of_fast_tests": time_of_fast_tests,
     "speed_on_h100": speed_on_h100,
     "cost_of_losses_on_h200": cost_of_losses_on_h200,
 }
@@ -322,6 +337,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "many_nodes": many_nodes,
     "cost_model_fit": cost_model_fit,
     "npn_updates": whole_file("npn_updates"),
+    "stored_features": whole_file("stored_features"),
+    "test_times": whole_file("test_times"),
     "order_mixing_defaults": whole_file("order_mixing_defaults"),
     "lean_zero1": whole_file("lean_zero1"),
     "lean_zero1_cpu": whole_file("lean_zero1_cpu"),

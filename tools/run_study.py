@@ -187,7 +187,11 @@ def stages_to_run(folders: Mapping[str, Path], options: argparse.Namespace) -> d
 
 
 def missing(stage: str, known: Mapping[str, Any], features: Path, arms: Sequence[str] | None = None) -> list[Job]:
-    """Return the runs of a stage that have not ended, or whose heads later runs need and this folder lacks."""
+    """Return the runs of a stage that have not ended, or whose heads later runs need and this folder lacks.
+
+    Raises:
+        UserError: results.jsonl contains one of the runs with other settings, or a search has not ended.
+    """
     return [job for job in jobs(stage, known, features, arms) if not is_known(job, known) or _lacks_heads(job)]
 
 

@@ -1,6 +1,7 @@
-"""Write the tables of README.md and docs/ from the recorded numbers: tools/measurements/*.csv and tools/study/*.jsonl.
+"""Write the tables of README.md, CONTRIBUTING.md and docs/ from the recorded numbers.
 
-A page names a table between two comments; the program replaces the lines between them:
+The records are tools/measurements/*.csv and tools/study/*.jsonl. A page names a table between two comments; the program
+replaces the lines between them:
 
     <!-- table: NAME -->
     <!-- end of table -->
@@ -33,7 +34,9 @@ _MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pages", nargs="*", type=Path, help="pages to write (default: README.md and all in docs/)")
+    parser.add_argument(
+        "pages", nargs="*", type=Path, help="pages to write (default: README.md, CONTRIBUTING.md and all in docs/)"
+    )
     parser.add_argument("--print", action="store_true", help="print the tables instead of writing them")
     options = parser.parse_args()
     pages = [page.resolve() for page in options.pages] or list(all_pages())
@@ -50,9 +53,10 @@ def main() -> None:
 
 
 def all_pages() -> Iterator[Path]:
-    """Yield README.md and the pages of docs/, if they contain tables."""
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        if _MARKED.search(page.read_text(encoding="utf-8")):
+    """Yield README.md, CONTRIBUTING.md and the pages of docs/, if they contain tables or values."""
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        text = page.read_text(encoding="utf-8")
+        if _MARKED.search(text) or _VALUE.search(text):
             yield page
 
 

@@ -2,8 +2,8 @@
 
 `checkpoints/step_000000100/` contains
 
-    meta.json                       step, position in the data, fingerprint of the run (`facts`), and the
-                                    checksums of all other files (checkpoint/integrity.py)
+    meta.json                       step, records of the data and the hooks (`data`), fingerprint of the run (`facts`),
+                                    and the checksums of all other files (checkpoint/integrity.py)
     state/                          float32 weights, optimizer state and state of the loss; one file per rank
                                     (checkpoint/sharded_state.py)
     config.yaml, tokenizer/, model/ config, tokenizer and description of the model
@@ -11,7 +11,8 @@
 A checkpoint is written under `.partial-...`, synced to disk and read back; rank 0 renames it when all ranks are done.
 Checkpoints do not depend on the number of ranks, the ZeRO stage or the precision, so a resumed run may change any
 of them. States of random number generators are not saved: the data order and augmentation depend only on (seed, step),
-and dropout only on (seed, step, rank). Loading a checkpoint never runs code: all files are text or safetensors.
+and dropout only on (seed, step, rank, micro-batch). Loading a checkpoint never runs code: all files are text or
+safetensors.
 
 `checkpoints/best.json` records the step with the best evaluation (`run.best_metric`).
 """
@@ -172,7 +173,7 @@ class Checkpoints:
         return None
 
     def set_aside_beyond(self, step: int) -> None:
-        """Rename the damaged checkpoints of steps after `step` so that new checkpoints can use their names."""
+        """Rename the checkpoints of steps after `step`, which are damaged, so that new ones can use their names."""
 
         def rename() -> None:
             for path in all_checkpoints(self._folder):
@@ -186,7 +187,8 @@ class Checkpoints:
     ) -> Path:
         """Save and verify the state after `step` steps; then delete the oldest checkpoints if more than `keep` exist.
 
-        If any rank fails to write its files, removes the partial checkpoint and raises `SaveFailed` on all ranks.
+        `data` is stored in meta.json: the record of the training data, the states of the hooks, and what is compiled.
+        If any rank fails to write its files, the partial checkpoint is removed and all ranks raise `SaveFailed`.
         """
         target = step_folder(self._folder, step)
         partial = _partial(target)
@@ -224,7 +226,7 @@ class Checkpoints:
         log.info("best so far: %s is %.4g at step %d", best.metric, best.value, best.step)
 
     def read(self, path: Path, fingerprint: Fingerprint) -> tuple[int, Mapping[str, Any]]:
-        """Return a checkpoint's number of completed steps and its position in the data (training/schedule.py).
+        """Return a checkpoint's number of completed steps, and the `data` that `save` stored.
 
         Raises `UserError` if the checkpoint was written by a run whose fingerprint differs from `fingerprint`.
         """
@@ -240,7 +242,7 @@ class Checkpoints:
         return int(meta["step"]), meta["data"]
 
     def load(self, path: Path, engine: Engine, loss: LossFunction) -> None:
-        """Load a verified checkpoint into `engine` and `loss`; raise `UserError` on a mismatch."""
+        """Load a verified checkpoint into `engine` and `loss`; raise `UserError` if it does not match them."""
         files = load_engine(path / STATE, engine, self._communicator)
         files.fill(loss.row_tables())
         loss.load_replicated_state(files.replicated(OBJECTIVE))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # optional packages
 
 COUNTS = (12, 24, 48)  # choices for the number of results
 _SIDE = 320  # pixels; maximum side length of a result image
-_QUALITY = 85  # of its JPEG
+_QUALITY = 85  # of the JPEG of a result's image
 _MOST_CLASSES = 1000
 _POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; form-action 'self'; frame-ancestors 'self'"
 _LOOPBACK = ("127.0.0.1", "localhost")
@@ -86,7 +86,7 @@ def _heading(model: str) -> str:
 
 
 def _figure(match: Match, collection: Collection) -> str:
-    """Return the HTML of an image with its similarity, caption and name; an unreadable picture is omitted."""
+    """Return the HTML of an image with its similarity, caption and name, or with the error if it cannot be read."""
     try:
         sample = collection.read(match.index)
         caption = sample.caption or ""

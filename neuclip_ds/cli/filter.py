@@ -11,6 +11,7 @@ Examples:
   neuclip-ds build-manifest manifests/kept /data/pool --uids kept.npy
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -54,7 +55,8 @@ def main(arguments: Sequence[str]) -> None:
     rule = Rule(**{name: value for name, value in bounds.items() if value is not None})
     selected = select(options.files, options.column, rule, options.out, options.uid_column, options.within, *refine)
     kept = f"{selected.kept:,} uids of {selected.samples:,} samples"
-    print(f"{options.out}: {kept}; the smallest {options.column} is {selected.minimum:.6g}.")
+    bound = "" if math.isinf(selected.minimum) else f", whose {options.column} is at least {selected.minimum:.6g}"
+    print(f"{options.out}: {kept}{bound}.")
     if options.near_duplicates is not None:
         candidates = selected.kept + selected.refined
         print(f"Of {candidates:,} samples, {selected.refined:,} near-duplicates were dropped; {list_path} lists them.")

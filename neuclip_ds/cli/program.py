@@ -27,7 +27,7 @@ def exit_on_mistake() -> Iterator[None]:
             yield
     except (UserError, TrainingDiverged, Interrupted) as error:
         environment = RankEnvironment(rank=0, local_rank=0, world_size=1)
-        with suppress(UserError):  # which is the error to report
+        with suppress(UserError):  # invalid environment variables: `error` already reports this
             environment = read_environment()
         host = "" if environment.rank == 0 else f"{socket.gethostname()}: "
         is_first_of_node = environment.local_rank == 0

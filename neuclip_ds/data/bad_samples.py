@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 _MIN_SAMPLES = 1000  # fewer samples say little: 1 bad sample in the first 50 does not mean that 2% of the data is bad
 _RECENT_STEPS = 1000  # number of a rank's latest steps to which the wider limit applies
-_RECENT_FACTOR = 10  # the wider limit / max_fraction: the bad samples of one damaged shard come within a few steps
+_RECENT_FACTOR = 10  # wider limit / max_fraction: one damaged shard can give many bad samples in a few steps
 
 
 class BadSampleLog:
@@ -26,7 +26,12 @@ class BadSampleLog:
 
     The run stops if more than `max_fraction` of the samples read so far are bad. It also stops if the fraction of bad
     samples in the last 1,000 steps of one rank exceeds ten times `max_fraction`, for example because a node has lost
-    its data. Both denominators are at least 1,000. Rank 0 creates the file when the first bad sample is listed.
+    its data. Both fractions are taken of at least 1,000 samples, even if fewer have been read.
+
+    Args:
+        folder: the folder of the file, which is created when the first bad sample is listed.
+        max_fraction: the largest fraction of bad samples with which the run continues (`data.max_bad_fraction`).
+        writes: whether this rank writes the file; true on one rank.
 
     Attributes:
         seen: the total number of samples read by all ranks, as of the last `merge`.
@@ -54,12 +59,12 @@ class BadSampleLog:
         return self.causes.total()
 
     def restore(self, seen: int, causes: Mapping[str, int]) -> None:
-        """Continue from the counts of an interrupted run."""
+        """Continue from the counts that a checkpoint stored: `seen` samples, and the number of bad samples by cause."""
         self.seen = seen
         self.causes = Counter(causes)
 
     def record(self, batch: Batch | RankBatch) -> None:
-        """Count the samples of this rank's batch and log the bad ones."""
+        """Count the samples of this rank's batch, and log the rank's 1st, 2nd, 4th, 8th ... bad sample."""
         samples = int((batch.index != PADDING).sum())
         self._recent.append((samples, len(batch.bad)))
         self._new_seen += samples

@@ -41,7 +41,7 @@ OnProgress = Callable[[int, int], None]  # (shards done, total shards)
 RESUME = "run the same command again, which resumes"
 
 _BUILDING = ".building"  # folder of an unfinished build's results
-_RESULTS_VERSION = 2  # of the format of the results
+_RESULTS_VERSION = 2  # version of the format of the results
 _UNREADABLE = "unreadable_shards.jsonl"
 _MOST_COMPARED = 500_000_000  # maximum number of samples for which uids and images are compared
 _SHARDS_PER_PROCESS = 16  # scanning this many shards takes longer than starting a process
@@ -79,13 +79,14 @@ def open_manifest(
     processes: int | None = None,
     options: ScanOptions = ScanOptions(),
 ) -> Manifest:
-    """Open the manifest folder `source`, or the manifest of the local shards that `resolve_shards` finds for `source`.
+    """Open the manifest folder `source`, or build the manifest of the local shards that `resolve_shards` finds for it.
 
     A manifest of local shards is stored in `cache` under a hash of the options and of the shards' paths, sizes and
-    modification times, and is reused until one of them changes or the stored manifest is damaged. Several processes may
+    modification times. It is reused until one of them changes or the stored manifest is damaged. Several processes may
     call this function at the same time. `processes` is as in `build_manifest`.
 
-    Raises UserError if a shard is unusable, is listed twice, or is remote and `source` is not a manifest folder.
+    Raises UserError if no shard is found, if a shard is unusable, is listed twice, or is remote and `source` is not a
+    manifest folder, or if the sample tables of a manifest folder lack members that contain captions.
     """
     if source and is_manifest(source):
         manifest = load_manifest(source)
@@ -234,7 +235,12 @@ def scan_shards(
         results: the folder for the results of finished groups.
         tables: the folder for the sample tables, or None to omit the tables.
         sizes: maps the path of each shard to its size in bytes, or to None if the size is unknown.
+        options: the options of the scan.
+        executor: as in `write_manifest`.
         on_progress: called with (shards done, total shards); shards finished by an interrupted scan count as done.
+
+    Raises:
+        UserError: the results cannot be written, or a shard changed during the scan.
     """
     key = hashlib.sha256(f"{_RESULTS_VERSION} {options} {tables is not None}".encode()).hexdigest()[:16]
     with explain_disk(results, "choose another folder"):

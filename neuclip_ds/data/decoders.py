@@ -176,7 +176,8 @@ Decode = Callable[[bytes, "int | None"], Decoded]
 def decode_pil(data: bytes, min_side: int | None = None) -> Decoded:
     """Decode an image to RGB with PIL.
 
-    If `min_side` is given, a JPEG whose short side is at least 2 x `min_side` is scaled down.
+    If `min_side` is given, a JPEG whose short side is at least 2 x `min_side` pixels is scaled down by 2, 4 or 8; the
+    short side then still has at least `min_side` pixels. By default, no image is scaled.
 
     Raises:
         DecodeError: the format is not JPEG, PNG, WebP, GIF or BMP, the data are truncated or broken, there are more

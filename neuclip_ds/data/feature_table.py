@@ -64,13 +64,13 @@ def join_features(pieces: Sequence[StoredFeatures]) -> StoredFeatures:
 class FeatureTable:
     """Stored features of a dataset's samples; rows are read from memory-mapped files of one shard each.
 
-    A row takes (crops + captions) x d values of 2 or 4 bytes, and 20 bytes for its index and its captions: 2,068 bytes
-    for an image and a caption of width 512 in float16, so 2.1 TB for a billion samples (calculated). In memory, a table
-    needs 8 bytes per shard. Local files are mapped in place; the page cache shares them between processes. Remote files
-    are fetched whole into the shard cache, which then also holds one feature file for each shard that training reads at
-    the same time (21 MB for 10,000 samples of this size). Feature files are fetched ahead of training, and as often as
-    their shards (neuclip_ds/data/prefetch.py), because training reads the samples of a shard in random order within a
-    shuffle block.
+    A sample takes (crops + captions) x d values of 2 or 4 bytes, and 20 bytes for its index and the numbers of its
+    captions: 2,068 bytes for an image and a caption of width 512 in float16, so 2.1 TB for a billion samples
+    (calculated). In memory, a table needs 16 bytes per shard. Local files are mapped in place; the page cache shares
+    them between processes. Remote files are fetched whole into the shard cache, which then also holds one feature file
+    for each shard that training reads at the same time (21 MB for 10,000 samples of this size). Feature files are
+    fetched ahead of training, and as often as their shards (neuclip_ds/data/prefetch.py), because training reads the
+    samples of a shard in random order within a shuffle block.
 
     Attributes:
         embedding: the content of the folder's embedding.json: the model, the options and the data of the job.
@@ -99,7 +99,7 @@ class FeatureTable:
             stored: result of `find_table`.
             manifest: the dataset.
             captions: sources of the captions, as in `data.captions`.
-            cache: cache for the files of a remote folder.
+            cache: cache for the files of a remote folder, for which it is required.
             only: serve only the features of images or of texts; by default, both.
         """
         self.folder: str = stored["folder"]
@@ -259,7 +259,7 @@ class FeatureTable:
         except UserError:
             if self._cache is None or self._is_local:
                 raise
-            self._cache.remove(self.file_of(shard))  # the copy of an earlier run, of a file that has been replaced
+            self._cache.remove(self.file_of(shard))  # cached by an earlier run, before the file was replaced
             return self._map(shard)
 
     def _map(self, shard: int) -> "_OpenPart":

@@ -43,7 +43,7 @@ _SCHEMA = pa.schema(
 )
 _OPTIONAL = ("crc32", "selection", "layout", "part", "group")
 _PART = re.compile(r"part-[\w-]+\.parquet")
-MIN_SAMPLE_BYTES = 512  # size of the header of one member
+MIN_SAMPLE_BYTES = 512  # a sample has at least one member, whose header has this size
 _MAX_SHARD_BYTES = 1 << 40
 
 
@@ -169,9 +169,8 @@ def _check_possible(folder: Path, manifest: Manifest) -> None:
     """Raise UserError if a sample count or size is impossible: these values determine how much memory is allocated."""
     start = 0
     for shard in manifest.shards:
-        fewest_bytes = (
-            0 if shard.selection is not None else shard.n * MIN_SAMPLE_BYTES
-        )  # a selection may repeat samples
+        # a selection may list a sample several times
+        fewest_bytes = 0 if shard.selection is not None else shard.n * MIN_SAMPLE_BYTES
         if shard.start != start or shard.n < 0 or not fewest_bytes <= shard.bytes <= _MAX_SHARD_BYTES:
             raise UserError(
                 f"The manifest in {folder} wrongly lists {shard.n} samples in {shard.bytes} bytes of {shard.path}; "

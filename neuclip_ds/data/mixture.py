@@ -69,7 +69,10 @@ class MixtureOrder:
     def epochs_and_indices(
         self, epoch: int, step: int, rows: slice = slice(None)
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the current epoch of each row's source, and the result of `batch`."""
+        """Return the current epoch of each row's source, (b,), and the result of `batch`, (b,).
+
+        Raises IndexError if the step is outside the epoch.
+        """
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"step {step} is out of range for an epoch of {self.steps_per_epoch} steps")
         global_step = epoch * self.steps_per_epoch + step

@@ -38,7 +38,10 @@ def resolve(source: str) -> str:
 
 
 def open_data(source: str, data: DataConfig, communicator: Communicator, folder: Path) -> Manifest:
-    """Open the manifest of a dataset on all ranks; rank 0 builds it in `folder` if it does not exist."""
+    """Open the manifest of a dataset on all ranks; rank 0 builds it in `folder` if it does not exist.
+
+    Raises UserError on all ranks if the data cannot be used, or if a node lacks some of the local shards.
+    """
 
     def read() -> dict[str, Any]:
         from neuclip_ds.data.build import open_manifest  # scans shards, which only rank 0 does
@@ -100,10 +103,13 @@ def open_tables(
     communicator: Communicator,
     cache: ShardCache | None,
 ) -> dict[str, FeatureTable]:
-    """Open folders of features, given by name, on all ranks; raise UserError if one is for other data."""
+    """Open folders of features, given by name, on all ranks.
+
+    Raises UserError if a folder cannot be read, or as `FeatureTable` does, for example if it is for other data.
+    """
     tables = {}
     for name, folder in folders.items():
-        stored = communicator.on_rank_zero(partial(find_table, folder))  # all ranks do not list the folder
+        stored = communicator.on_rank_zero(partial(find_table, folder))  # so that only one rank lists the folder
         tables[name] = FeatureTable(stored, manifest, list(captions), cache, CONTENTS.get(name))
     return tables
 

@@ -85,7 +85,7 @@ class GlobalOrder:
         self._rows_per_stream = batch_size // streams  # positions that a batch takes from each stream
         self._phases = np.zeros(streams, dtype=np.int64)  # (S,) how much shorter each stream's first block is
         if block < self.n // streams:
-            fractions = (np.arange(streams, dtype=np.uint64) * _SPREAD) % np.uint64(1 << 32)  # of 2^32
+            fractions = (np.arange(streams, dtype=np.uint64) * _SPREAD) % np.uint64(1 << 32)  # in units of 2^-32
             self._phases = (fractions * np.uint64(block) >> np.uint64(32)).astype(np.int64)
         self._permutations: dict[int, _ShardPermutation] = {}  # by epoch
 
@@ -102,7 +102,7 @@ class GlobalOrder:
     @property
     def last_batch_size(self) -> int:
         """The number of samples in an epoch's last batch, which may have padding rows unless `drop_last` is set."""
-        positions_before = (self.steps_per_epoch - 1) * self._rows_per_stream  # that earlier batches take per stream
+        positions_before = (self.steps_per_epoch - 1) * self._rows_per_stream  # per stream, in earlier batches
         return int(np.clip(self.stream_lengths - positions_before, 0, self._rows_per_stream).sum())
 
     def batch(self, epoch: int, step: int, rows: slice = slice(None)) -> NDArray[np.int64]:
@@ -171,7 +171,7 @@ class GlobalOrder:
         end_stream = -(-np.arange(1, nodes + 1) * streams // nodes)
 
         # the first and last position that each stream needs at several moments of an epoch, (moments, S)
-        positions_ahead = block * _BLOCKS_AHEAD // max(_BLOCKS_AHEAD, streams // nodes)  # until the next two blocks
+        positions_ahead = block * _BLOCKS_AHEAD // max(_BLOCKS_AHEAD, streams // nodes)  # until two more blocks begin
         moments = max(256, _EXAMINED_POSITIONS // streams)
         reached = np.linspace(0, lengths.max() - 1, moments).astype(np.int64)[:, None]
         current = np.minimum(reached, lengths - 1)

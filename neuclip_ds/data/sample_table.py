@@ -38,7 +38,7 @@ _UID = ("uid_high", "uid_low")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampleTable:
-    """The n samples of a shard as arrays, which take 52 bytes per sample (for m = 3 members) plus the key."""
+    """The n samples of a shard as arrays; without checksums, they take 52 bytes per sample (for m = 3) plus the key."""
 
     ordinals: NDArray[np.int32]  # (n,) position among all samples of the tar
     extents: NDArray[np.int64]  # (n, m, 2) offset and size of each member; the offset is -1 if absent
@@ -167,7 +167,7 @@ class SampleTables:
     def open(cls, locations: Sequence[TableLocation], sizes: Sequence[int]) -> SampleTables:
         """Open tables, reading only file footers; raise UserError if a table is missing or has the wrong row count."""
         rows_of_groups: dict[Path, list[int]] = {}  # by file
-        members: list[set[str]] = []  # of each file
+        members: list[set[str]] = []  # members that the tables in each file list
         for path in dict.fromkeys(location.file for location in locations):
             with _opened(path) as file:
                 groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]

@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 _STALL_TIMEOUT = 300.0  # seconds without new data after which a remote shard is fetched again
 _MAX_OUTAGE = 30.0  # seconds for which a fetch is retried while the storage fails
-_EMPTY_TAR_SIZE = 10_240  # bytes of the tar of no files that tar programs write by default
-_OTHER_FORMATS = {  # first bytes -> what a file is that is not a tar, and what to do
+_EMPTY_TAR_SIZE = 10_240  # size in bytes of a tar without files, as tar programs write it by default
+_OTHER_FORMATS = {  # first bytes of a file that is not a tar -> what the file is, and what to do
     b"\x1f\x8b": "is compressed with gzip; decompress it (gunzip)",
     b"\x28\xb5\x2f\xfd": "is compressed with zstd; decompress it (unzstd)",
     b"\xfd7zXZ": "is compressed with xz; decompress it (unxz)",
@@ -66,8 +66,8 @@ class Scan:
     """The result of scanning one shard."""
 
     shard: Shard  # with start 0; the actual start is assigned later
-    n_images: int
-    n_captions: int
+    n_images: int  # samples with an image
+    n_captions: int  # samples with a caption
     extensions: Sequence[str] = ()  # extensions of the first samples, for messages
     lost_bytes: int = 0  # bytes in damaged regions
     causes: Sequence[str] = ()  # other reasons for which samples or members cannot be used, each with a fix
@@ -92,7 +92,10 @@ def scan_shard(path: str, options: ScanOptions) -> tuple[Scan, SampleTable]:
 
 @contextmanager
 def local_copy(path: str) -> Iterator[Path]:
-    """Yield a shard as a local file; a remote shard is fetched, and the copy is removed when the `with` block ends."""
+    """Yield a shard as a local file; a remote shard is fetched, and the copy is removed when the `with` block ends.
+
+    Raises FetchError if a remote shard does not exist, and UserError if it cannot be fetched.
+    """
     if is_local(path):
         yield Path(path)
         return
@@ -158,7 +161,7 @@ def _scan(path: str, file: Path, options: ScanOptions) -> tuple[Scan, SampleTabl
 
 
 def _check_tar(path: str, fd: int, index: ShardIndex) -> None:
-    """Raise UserError if a file has no tar header; an empty tar consists of zeros, usually 10 KB."""
+    """Raise UserError if a file has no tar header, unless it is a tar without files: at most 10 KB of zeros."""
     size = os.fstat(fd).st_size
     has_only_zeros = size > _EMPTY_TAR_SIZE and index.gaps == [] and not any(os.pread(fd, _EMPTY_TAR_SIZE, 0))
     if size and index.gaps != [(0, size)] and not has_only_zeros:
@@ -174,7 +177,7 @@ def _check_tar(path: str, fd: int, index: ShardIndex) -> None:
 
 
 def _causes_of(index: ShardIndex, blank_bytes: int) -> list[str]:
-    """Return the problems of a shard that is not damaged, each with a fix."""
+    """Return the problems of a shard other than damaged regions, each with a fix."""
     causes = []
     if index.split:
         causes.append(

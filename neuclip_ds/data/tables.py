@@ -68,7 +68,7 @@ class PairTable:
 
         Raises UserError if the table cannot be read, or if a stray quote seems to put other rows into a cell.
         """
-        read_columns = list(columns) if self.delimiter is None else None  # a stray quote may be in any
+        read_columns = list(columns) if self.delimiter is None else None  # any column may contain a stray quote
         for fragment in self.data.get_fragments():
             file = self.name if self.folder is not None else fragment.path
             with explained(f"The table {file} cannot be read", _FIX if self.delimiter is None else _FIX_QUOTES):

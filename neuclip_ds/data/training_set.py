@@ -25,7 +25,7 @@ _HOLD_OUT_EVERY = 1000
 _FEWEST_HELD_OUT = 200
 _MOST_HELD_OUT = 10_000
 FEWEST_PAIRS = 10 * _FEWEST_HELD_OUT  # smallest training set from which `auto` holds out pairs
-_HELD_OUT_SHARDS = 100  # shards from which held-out pairs are taken; each may have to be fetched
+_HELD_OUT_SHARDS = 100  # most shards from which pairs are held out, unless they are small; each may have to be fetched
 
 
 class TrainingSet:
@@ -81,7 +81,7 @@ class TrainingSet:
         return [Interleave(streams=interleave.streams, block=int(block)) for block in blocks]
 
     def orders(self, batch_size: int, seed: int, interleave: Interleave) -> list[GlobalOrder]:
-        """Return the order of each source's samples in a mixture."""
+        """Return the order of each source's samples; for a single dataset, the only order."""
         return [
             GlobalOrder(self.manifest.starts, sizes, batch_size, seed, interleave_of_source)
             for sizes, interleave_of_source in zip(self.sizes_by_source, self.interleaves(interleave), strict=True)
@@ -102,7 +102,10 @@ class TrainingSet:
 
 
 def find_split(source: str | int, name: str, train_paths: Sequence[str]) -> str:
-    """Return a held-out set's path: `source`, or, for `auto`, a folder called `name` next to the first training set."""
+    """Return a held-out set's path: `source` or, for `auto`, the folder `name` next to the first training set.
+
+    Returns "" if there is no such folder, or if `source` is a number of pairs.
+    """
     if source != "auto":
         return source if isinstance(source, str) else ""
     first_path = next(iter(train_paths), "")

@@ -71,7 +71,8 @@ class WorkerPool:
         Jobs must be picklable; at most `prefetch` jobs per worker are read ahead. Error messages contain `folder` (the
         folder of the shards) and `describe(n)` (a name for the result of the n-th job, from 1). If the caller stops
         early, the next call starts new workers. Raises UserError if a job raises it, if a worker fails repeatedly, or
-        if a limit of this machine is too low for workers.
+        if a limit of this machine is too low for workers. Any other exception in a worker is raised as a RuntimeError
+        that contains the traceback.
         """
         count = self._options.workers
         if not count:
@@ -184,7 +185,7 @@ class _Worker:
         """
         result, connection_error = self._wait(waited_for)
         if connection_error is not None:
-            self._process.join(_POLL)  # sets its exit code
+            self._process.join(_POLL)  # sets the process's exit code
             code = self._process.exitcode
             if code is None:
                 if fix := fix_of_limit(connection_error):
@@ -214,7 +215,7 @@ class _Worker:
         while True:
             with suppress(Empty):
                 return self._results.get(timeout=min(_POLL, timeout / 2))
-            if cache is not None and cache.waits_for_storage():  # this ends after `data.max_outage`
+            if cache is not None and cache.waits_for_storage():  # for at most `data.max_outage` seconds
                 waiting_since = time.monotonic()
                 with deferring(False):  # a signal ends the run now: the next step may be an hour away
                     pass

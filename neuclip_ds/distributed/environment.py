@@ -40,7 +40,10 @@ class RankEnvironment(NamedTuple):
 
 
 def read_environment(env: MutableMapping[str, str] = os.environ) -> RankEnvironment:
-    """Return the rank, local rank and world size; without a launcher, return (0, 0, 1)."""
+    """Return the rank, local rank and world size; without a launcher, return (0, 0, 1).
+
+    Raises `UserError` if the launcher's variables do not describe a rank, or lack the number of ranks.
+    """
     names = _variables_of_launcher(env)
     if names is None:
         for name in _OTHER_RANKS:
@@ -62,15 +65,16 @@ def read_environment(env: MutableMapping[str, str] = os.environ) -> RankEnvironm
 
 
 def local_ranks(env: Mapping[str, str] = os.environ) -> int:
-    """Return the number of launched ranks that run on this machine."""
+    """Return the number of launched ranks that run on this machine, or 1 if the launcher does not report it."""
     return int(env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or 1)  # torchrun's, DeepSpeed's
 
 
 def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
-    """Set the process-group variables that the launcher has not set (for a single rank or an srun step).
+    """Set the variables that torch's process group reads, if the launcher has not set them.
 
-    An srun step uses its first node as MASTER_ADDR and a port derived from the job ID. Under mpirun, MPI can provide a
-    missing address, so nothing is set; under other launchers, a missing address raises `UserError`.
+    A single rank uses its own machine as MASTER_ADDR and a free port; an srun step uses its first node and a port
+    derived from the job ID. Under mpirun, MPI can provide a missing address, so nothing is set; under other launchers,
+    a missing address raises `UserError`.
     """
     names = _variables_of_launcher(env)
     if names is None or (names not in (_TORCH, _SLURM) and read_environment(env).world_size == 1):
@@ -111,9 +115,9 @@ def let_idle_threads_sleep(env: MutableMapping[str, str] = os.environ) -> None:
 
 
 def refuse_missing_gpus(torch_build: str) -> None:
-    """Raise `UserError` if DeepSpeed finds no GPU and would train on the CPU by mistake.
+    """Raise `UserError` if training on the CPU is a mistake; call this if DeepSpeed has found no GPU.
 
-    This is a mistake if the machine has GPUs or if the process was started by `deepspeed --num_gpus N`. The alias
+    It is a mistake if the machine has GPUs or if the process was started by `deepspeed --num_gpus N`. The alias
     `--num_accelerators` is allowed, because it can also mean CPU ranks. DS_ACCELERATOR=cpu disables these checks.
 
     Args:

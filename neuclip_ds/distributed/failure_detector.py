@@ -98,8 +98,8 @@ class FailureDetector:
         address: address at which the other nodes reach this machine.
 
     Attributes:
-        communicator: communicator between the ranks, which the caller must set within 5 minutes, after the ranks have
-            connected their process groups.
+        communicator: communicator between the ranks. The caller must set it when the ranks have connected their process
+            groups; if it is not set within 5 minutes, all ranks end.
 
     Raises:
         UserError: the previous rank cannot be reached.
@@ -219,7 +219,7 @@ class FailureDetector:
                     if self._rank != 0 or self._store.check(all_left):
                         self._left.set()
                         return
-                elif self.communicator is not None and dist.is_initialized():  # otherwise only rank 0 is working
+                elif self.communicator is not None and dist.is_initialized():  # after `leave`, only rank 0 works
                     self._watch_progress(self.communicator)
                 self._wake.wait(0.05 if self._leaving else _POLL_INTERVAL)
                 self._wake.clear()

@@ -44,7 +44,7 @@ from neuclip_ds.errors import UserError, counted, explained
 log = logging.getLogger(__name__)
 
 TIMEOUT = timedelta(minutes=5)  # longest time between the arrivals of the first rank and the last rank
-_COLLECTIVE_LIMIT = timedelta(minutes=30)
+_COLLECTIVE_LIMIT = timedelta(minutes=30)  # longest wait for another rank in a collective, without `max_outage`
 _FILE_DELAY = 15.0  # longest time in seconds until a network file system shows a file from another node
 _CONNECT_LIMIT = 10.0  # longest time in seconds of one attempt to connect to the store
 _POLL_INTERVAL = 0.1  # seconds between reads of the store
@@ -71,6 +71,7 @@ def process_group(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
         UserError: ranks are missing, have no GPU although others do, or run different code or a different task.
     """
     refuse_missing_hostfile()
+    before = os.environ.copy()
     complete_environment()
     if "RANK" not in os.environ:  # mpirun set no address
         _discover_with_mpi()
@@ -98,6 +99,7 @@ def process_group(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
             detector = FailureDetector(environment, detector_store, joined.address)
             stack.enter_context(detector)
         else:
+            stack.callback(_restore_variables, before)  # else other programs would take them for a launcher's
             stack.callback(leave)
         flushed_before = bool(torch.tensor(2.0**-126).div(2) == 0)
         stack.callback(torch.set_flush_denormal, flushed_before)
@@ -118,22 +120,25 @@ def join(
     Args:
         max_outage: as for `process_group`.
         store: store for the communicator's counters.
-        group_store: a dedicated connection to the store through which the group connects; by default, a new connection
-            to MASTER_ADDR.
+        group_store: a dedicated connection to the store through which several ranks connect; by default, a new
+            connection to MASTER_ADDR.
     """
     accelerator = get_accelerator()
     device = torch.device(accelerator.current_device_name())
     timeout = _COLLECTIVE_LIMIT + timedelta(seconds=max_outage)
     if not dist.is_initialized():
-        bound_device = None
-        if device.type == "cuda" and read_environment().world_size > 1:
-            bound_device = device  # NCCL connects a rank at once if the group is bound to the rank's GPU
+        environment = read_environment()
         backend = accelerator.communication_backend_name()
-        if group_store is None:
+        bound_device = None
+        if device.type == "cuda" and environment.world_size > 1:
+            bound_device = device  # NCCL connects a rank at once if the group is bound to the rank's GPU
+        if environment.world_size == 1:
+            # without a port: a command that this process starts inherits MASTER_PORT and would find the port in use
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        elif group_store is None:
             dist.init_process_group(backend, timeout=timeout, device_id=bound_device)
         else:
             group_store.set_timeout(timeout)
-            environment = read_environment()
             dist.init_process_group(
                 backend,
                 store=dist.PrefixStore("process_group", group_store),
@@ -189,8 +194,20 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
+def _restore_variables(before: Mapping[str, str]) -> None:
+    """Give the variables that `complete_environment` sets the values that they had before."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            os.environ.pop(name, None)
+
+
 def _choose_device(local_rank: int) -> None:
-    """Assign each rank on a node its own GPU before anything uses a GPU."""
+    """Assign each rank on a node its own GPU before anything uses a GPU; without GPUs, prepare for training on a CPU.
+
+    Raises `UserError` if the node has too few GPUs, or if it has GPUs that torch cannot use.
+    """
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         refuse_missing_gpus(_torch_build())
@@ -391,13 +408,13 @@ def _wait_for_verdict(
     """Join rank 0's current rendezvous attempt, and return its name and the result of rank 0's comparison.
 
     torchrun's store also contains the names and results of earlier attempts, in which this process took no part. This
-    rank therefore joins again whenever the name changes. torchrun's restart counts cannot serve as names, because they
-    differ between nodes.
+    rank therefore joins again whenever the name of the current attempt changes. torchrun's restart counts cannot serve
+    as names, because they differ between nodes.
     """
     deadline = time.monotonic() + 2 * timeout.total_seconds()  # rank 0 may have started to wait later than this rank
     attempt = ""
     attempt_store = store
-    while time.monotonic() < deadline:  # a signal could not end the rank during `store.wait`
+    while time.monotonic() < deadline:  # polls, because a signal could not end the rank during `store.wait`
         named = store.get("attempt").decode(errors="replace") if store.check(["attempt"]) else ""
         if named != attempt:
             attempt = named
@@ -430,7 +447,7 @@ def _compare(store: dist.Store, world_size: int, timeout: timedelta) -> _Verdict
     deadline = time.monotonic() + timeout.total_seconds()
     while len(arrivals) < world_size:
         number += 1
-        while not store.check([f"arrival/{number}"]):  # a wait that times out prints a warning
+        while not store.check([f"arrival/{number}"]):  # polls, because a `store.wait` that times out prints a warning
             if time.monotonic() > deadline:
                 missing = ", ".join(str(rank) for rank in range(world_size) if rank not in arrivals)
                 return verdict(

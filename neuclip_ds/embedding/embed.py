@@ -66,7 +66,7 @@ class Summary:
     samples: int  # samples in these parts
     bad: int  # samples that were omitted
     unreadable: list[str]  # shards that could not be read, with the reasons
-    seconds: float
+    seconds: float  # duration of the call on this rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ class Parts:
         return {**self._identity, "shards": manifest.n_shards, "data": manifest.content_hash}
 
     def create(self, manifest: Manifest) -> list[int]:
-        """Open or create the folder, and return the numbers of its parts; raise UserError if another job wrote them."""
+        """Open or create the folder, and return the shards of its parts; raise UserError if another job wrote it."""
         identity = self._identity_for(manifest)
         path = self.folder / EMBEDDING
         if path.is_file():
@@ -129,7 +129,10 @@ class Parts:
                 )
 
     def write(self, encoded: EncodedShard, manifest: Manifest) -> int:
-        """Write a shard's part; return its number of samples."""
+        """Write a shard's part; return its number of samples.
+
+        Raises UserError if a feature is not finite in the dtype of the files.
+        """
         index = torch.cat([block.index for block in encoded.blocks]).numpy()
         captions = [block.captions for block in encoded.blocks if block.captions is not None]
         text_start = None
@@ -202,11 +205,11 @@ def embed(
     options: LoaderOptions,
     communicator: Communicator,
 ) -> Summary:
-    """Write the missing parts; all ranks call this function together and receive the same summary.
+    """Write the missing parts; all ranks call this function together and receive the same totals.
 
     The encoders must not run collectives, because the number of calls differs between ranks; they get at most
     `batch_size` images or captions at once. Raises UserError if the folder contains features from a different job, a
-    shard differs from the manifest, the disk is full, or loaders die repeatedly.
+    shard differs from the manifest, a feature is not finite, the disk is full, or loaders die repeatedly.
     """
     written_before = set(communicator.on_rank_zero(lambda: parts.create(manifest)))
     missing = []
@@ -294,7 +297,7 @@ def _encode_shards(
 
 
 def encode_by_length(encode: EncodeOne, tokens: Tensor, batch_size: int) -> Tensor:
-    """Encode (m, T) token ids in batches of captions of similar length; return (m, d) features in the given order.
+    """Encode (m, T) token ids, m > 0, in batches of similar length; return (m, d) features in the given order.
 
     Rows end with PADDING; each batch is as long as its longest caption. Without PADDING, the order is unchanged.
     """

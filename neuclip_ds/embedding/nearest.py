@@ -74,7 +74,7 @@ class Features:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CollectionFeatures:
-    """A model's features of the images and captions of a collection; unusable images and captions have none."""
+    """A model's features of the images and captions of a collection, without those that cannot be used."""
 
     images: Features
     captions: Features

@@ -118,7 +118,7 @@ def _require_lean_zero1(path: Path, engine: dict[str, Any]) -> None:
 
 
 def offloads_optimizer(engine: dict[str, Any]) -> bool:
-    """Return whether the optimizer's state is in host memory."""
+    """Return whether the optimizer's state is offloaded from the GPU."""
     offload = engine.get("zero_optimization", {}).get("offload_optimizer") or {}
     return bool(offload.get("device", "none") != "none")
 
@@ -192,7 +192,10 @@ def zero_stage(engine: dict[str, Any]) -> int:
 
 
 def read_engine_file(name: str) -> tuple[Path, dict[str, Any]]:
-    """Return the path and the raw content of a DeepSpeed JSON file, given by name or path."""
+    """Return the path and the raw content of a DeepSpeed JSON file, given by name or path.
+
+    Raises `UserError` if the file does not exist or is not a JSON object.
+    """
     candidates = [Path(name), FOLDER / f"{name}.json", Path("ds_configs") / f"{name}.json"]
     path = next((path for path in candidates if path.is_file()), None)
     if path is None:

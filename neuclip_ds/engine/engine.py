@@ -269,7 +269,7 @@ class Engine:
             norm = float(self._deepspeed.get_global_grad_norm())
             # docs: end
             return WeightUpdate(gradient_norm=norm, applied=applied)
-        # DeepSpeed would apply any gradient
+        # without a wrapper, DeepSpeed would also apply a gradient that is not finite
         gradients = [weight.grad for weight in self.module.parameters() if weight.grad is not None]
         norm = float(get_total_norm(gradients))
         applied = math.isfinite(norm)

@@ -129,7 +129,7 @@ def parameter_groups(module: nn.Module, config: OptimizerConfig) -> list[dict[st
 
 
 def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return the optimizer that the config names, with `parameter_groups`; the trainer sets the learning rates."""
+    """Return the optimizer that the config names, with `parameter_groups`; `Engine.step` sets the learning rates."""
     groups = parameter_groups(module, config)
     match config.name:
         case "adamw":  # a fused step reads and writes each number once, even for offloaded masters on the CPU

@@ -28,9 +28,10 @@ class Average(NamedTuple):
 
 
 class Results:
-    """The scores of one model, stored in a folder; raises UserError if the folder contains a different model's scores.
+    """The scores of one model, stored in a folder.
 
-    `metrics` maps task keys to the latest metrics; `data` maps them to the identities of the sets, None if unknown.
+    Raises `UserError` if the folder contains a different model's scores, or scores that cannot be read. `metrics` maps
+    task keys to the latest metrics; `data` maps them to the identities of the sets, None if unknown.
     """
 
     def __init__(self, folder: Path, model: Mapping[str, Any]) -> None:

@@ -392,7 +392,7 @@ def _read_lines(path: Path) -> tuple[str, ...]:
 
 
 def _is_image_folder(path: Path) -> bool:
-    """Return whether at least half of a folder's subfolders, and at least two, contain images."""
+    """Return whether at least half of a folder's subfolders, and at least two, contain images themselves."""
     folders = _class_folders(path)
     with_images = [folder for folder in folders if any(map(_is_image, folder.iterdir()))]
     return len(with_images) > max(1, (len(folders) - 1) // 2)

@@ -61,7 +61,7 @@ class Task(BaseModel):
         return cls(key=f"{_USER_SET_PREFIX}{name}", name=name, folder=name, kind=kind, metric=metric)
 
     def find(self, paths: Sequence[Path]) -> Path | None:
-        """Return the first folder in `paths` that is named after the task's set, or None."""
+        """Return the first folder in `paths` with the name of the task's set, or this name without _test; or None."""
         for name in (self.folder, self.folder.removesuffix("_test")):
             for path in paths:
                 if path.name == name and path.is_dir():

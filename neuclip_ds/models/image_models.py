@@ -111,7 +111,7 @@ def _create_with_weights(config: VisionConfig, weights: Mapping[str, Tensor]) ->
 
 
 def _checked_width(config: VisionConfig) -> int:
-    """Return the width of the pooled feature, found by a trial run on the meta device."""
+    """Return the pooled feature's width, found on the meta device; raise UserError if the model is unusable."""
     _check_names(config)
     drop = f", patch_drop={config.patch_drop}" if config.patch_drop else ""
     size = config.resolved_image_size()

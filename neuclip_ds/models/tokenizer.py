@@ -138,7 +138,10 @@ class CaptionTokenizer:
 
     @classmethod
     def closed(cls, tokenizer: PreTrainedTokenizerBase, context_length: int) -> CaptionTokenizer:
-        """Make a tokenizer return BOS, the caption, EOS and padding, whichever special tokens it adds by default."""
+        """Make a tokenizer return BOS, the caption, EOS and padding, whichever special tokens it adds by default.
+
+        Raises `UserError` if the tokenizer has neither an EOS nor a SEP token.
+        """
         closed = cls(tokenizer, context_length)
         if closed.eos_id is None:
             raise UserError(

@@ -54,11 +54,11 @@ def print_dry_run(
     """Print the report of a dry run on rank 0.
 
     The report covers the nodes of `hostfile` or, without one, the current ranks. If `gpu_memory` is given, the report
-    states whether each rank fits in so many GB. If `measured`, the folder of a short run of the same model, is given,
-    the report estimates the hours.
+    states whether each rank fits into a GPU with this many GB of memory. If `measured`, the folder of a short run of
+    the same model, is given, the report estimates the hours.
 
     Raises:
-        UserError: the config, DeepSpeed JSON, hostfile or data is invalid, or the measured run cannot be used.
+        UserError: the config, DeepSpeed JSON, hostfile, model or data is invalid, or the measured run is unusable.
     """
     nodes = read_hostfile(hostfile) if hostfile else {}
     world_size = sum(nodes.values()) or environment.world_size

@@ -34,7 +34,8 @@ class MeasuredSpeed:
 def read_speed(run: Path, config: Config) -> MeasuredSpeed:
     """Read the speed of a short run, from its logged throughput after the warm-up.
 
-    Raises UserError if the run is shorter than 20 steps, or its model, precision or method differs from the config's.
+    Raises UserError if the run is shorter than 20 steps, if its model, DeepSpeed config or method differs from the
+    config's, or if one of its files is missing or damaged.
     """
     series = read_series(run)
     measured = load_saved(run / "config.yaml")

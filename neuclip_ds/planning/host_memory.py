@@ -14,7 +14,8 @@ from neuclip_ds.errors import counted
 from neuclip_ds.limits import SHARED_MEMORY
 from neuclip_ds.planning.memory import MemoryAccount, MemoryQuery
 
-# per worker: 0.05 GB at first, 0.2 GB once garbage collection copies pages; 0.5 GB is inherited
+# A worker's own memory, rounded up: 0.05 GB at first, and 0.2 GB once garbage collection has copied pages. The 0.5 GB
+# that it shares with its parent process are not counted.
 _PROCESS_BYTES = 300_000_000
 FIX = "use a smaller data.micro_batch, model.activation_checkpointing=true, a higher ZeRO stage, or more ranks"
 _FIX_OF_HOST = "use fewer data.workers or data.prefetch, a smaller data.batch_size, or more nodes"

@@ -53,7 +53,7 @@ class StepTrace:
     window: Interval
     computation: list[Interval]  # disjoint, within the window
     collectives: list[Collective]
-    phases: dict[str, float]  # name -> seconds (on a GPU, the time of the phase's kernels)
+    phases: dict[str, float]  # name -> seconds (on a GPU, from the start of the phase's work to its end)
 
 
 def read_trace(path: Path) -> list[StepTrace]:

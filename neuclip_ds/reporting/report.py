@@ -72,7 +72,7 @@ _COUNT_METRICS = ("retrieval_pairs", "zero_shot_images", "normalizer_anchors", "
 def write_report(run: Path) -> Path:
     """Write RUN/report.html from a run's files and return its path.
 
-    Raises `UserError` if the run has no metrics, or its config.yaml is damaged.
+    Raises `UserError` if the run has no metrics.jsonl, or its config.yaml is missing or damaged.
     """
     series = read_series(run)
     options = {name: value for name, (_, value) in changed_options({}, _read_config(run)).items()}
@@ -103,7 +103,7 @@ def write_report(run: Path) -> Path:
 def write_comparison(runs: Sequence[Path], path: Path) -> None:
     """Write a page that compares runs: scores, options that differ, and a plot of each metric with a curve per run.
 
-    Raises `UserError` if two runs have the same name, or one has no metrics.
+    Raises `UserError` if a run is named twice, has no metrics.jsonl, or has a missing or damaged config.yaml.
     """
     names = run_names(runs)
     series_of_runs = {name: read_series(run) for name, run in zip(names, runs, strict=True)}
@@ -128,7 +128,7 @@ def write_comparison(runs: Sequence[Path], path: Path) -> None:
 
 
 def _read_config(run: Path) -> dict[str, Any]:
-    """Return the options of a run as a tree; raise `UserError` if its config.yaml is damaged."""
+    """Return the options of a run as a tree; raise `UserError` if its config.yaml is missing or damaged."""
     path = run / CONFIG
     config = read_options(path)
     if not isinstance(config, dict):
@@ -282,7 +282,10 @@ def _plot_data(plots: Iterable[dict[str, Any]]) -> str:
 
 
 def _plots_of_runs(series_of_runs: Mapping[str, Mapping[str, Series]]) -> Iterator[dict[str, Any]]:
-    """Yield a plot of each metric that any run has in two steps or more, with a curve per run, scores first."""
+    """Yield a plot of each metric that `_plotted_metrics` returns for any run, with a curve per run, scores first.
+
+    A run whose values are all zero has no curve.
+    """
     plotted: dict[str, None] = {}
     for series in series_of_runs.values():
         plotted.update(dict.fromkeys(_plotted_metrics(series)))
@@ -327,7 +330,8 @@ def _percent(score: float) -> str:
 def _plots(series: Mapping[str, Series]) -> Iterator[dict[str, Any]]:
     """Yield the known plots, and a plot of each remaining metric, for page.js; split crowded plots into one per curve.
 
-    A metric with fewer than two finite values is not plotted; it appears only in the tables.
+    A metric with fewer than two finite values is not plotted, and the known plots omit metrics that are always zero;
+    these metrics appear only in the tables.
     """
     names = _plotted_metrics(series)
     remaining = list(names)

@@ -130,7 +130,10 @@ class ShardFiles:
         return tensors
 
     def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Read rows [start, stop) of a tensor (by default, all rows) from disk, without reading other rows."""
+        """Read rows [start, stop) of a tensor (by default, all rows) from disk, without reading other rows.
+
+        Raises `UserError` if a row is missing. Without rows to read, the result has the shape (0,).
+        """
         stored_rows = self._rows.get(name, {}).get(kind, [])
         if stop is None:
             stop = max((stored.stop for stored in stored_rows), default=0)

@@ -132,7 +132,7 @@ def config_warnings(config: Config, steps: int) -> list[str]:
 def fingerprint(config: Config) -> Fingerprint:
     """Return the part of the config that a resumed run must share with its checkpoint."""
     data = config.data
-    order: dict[str, int] = {}  # options of the order of the samples; those that are not set follow from the data
+    order: dict[str, int] = {}  # options of the order of the samples, without those that the data determine
     for name in ("shard_streams", "shuffle_block_size"):
         value = getattr(data, name)
         if value is not None:

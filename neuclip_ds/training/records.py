@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 def wait_for_requests_of_all(communicator: Communicator, done: int) -> None:
     """Wait until a stop after step `done` has been requested on all ranks, without a collective.
 
-    Raises `UserError` after 5 minutes: the other ranks continue training, and wait for this rank in a collective.
+    Raises `UserError` after 5 minutes: then the other ranks have continued training, and wait for this rank in a
+    collective.
     """
     name = f"stops after step {done}"
     requests = communicator.count(name)

@@ -219,7 +219,7 @@ def test_models_that_differ_cannot_be_averaged(result: ModelWeights) -> None:
 
 
 def test_runs_with_different_starts_are_no_soup(result: ModelWeights) -> None:
-    """The folders of the starts may have been moved: their weights count, if they are known."""
+    """Starts are compared by the hash of their weights, if it is known, because their folders may have been moved."""
 
     def from_start(path: str, start_hash: str | None) -> ModelWeights:
         source = copy(result.source)

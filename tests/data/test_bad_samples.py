@@ -99,7 +99,7 @@ def test_a_node_that_reads_nothing_stops_a_long_run(tmp_path):
 
 
 def test_the_window_forgets(tmp_path):
-    """The limit on recent steps tolerates short bursts of bad samples, as from a damaged shard, but not a long one."""
+    """The limit on recent steps tolerates short bursts of bad samples, as from a damaged shard, but not long ones."""
     log = BadSampleLog(tmp_path, 0.01)
     log.restore(10**6, {})
     for _ in range(3):

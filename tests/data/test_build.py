@@ -98,7 +98,7 @@ def test_what_a_run_builds_is_used_until_a_shard_changes(folder, tmp_path, monke
     first = opened()
     assert opened().shards == first.shards
     assert len(scanned) == 3
-    opened(options=ScanOptions(captions=("txt", "json:caption")))  # with these, different samples may be bad
+    opened(options=ScanOptions(captions=("txt", "json:caption")))  # with other captions, other samples may be bad
     assert len(scanned) == 6
     os.utime(folder / "00001.tar", ns=(0, 0))
     assert opened().shards == first.shards
@@ -110,12 +110,12 @@ def test_what_a_run_builds_is_used_until_a_shard_changes(folder, tmp_path, monke
 @pytest.mark.parametrize("change", ["nothing", "shards", "options"])
 def test_an_interrupted_build_continues_with_what_it_knows(folder, tmp_path, change):
     paths, target, options = paths_of(folder), tmp_path / "m", CHECKED
-    with pytest.raises(KeyboardInterrupt), Worker() as first:  # on exit, waits for a scan that may write a table
+    with pytest.raises(KeyboardInterrupt), Worker() as first:  # at its exit, waits for running scans
         write_manifest(target, paths, first, options, on_progress=interrupt_after(2))
     assert not (target / "shards.parquet").exists()
     if change == "shards":
         write_pairs(folder / "other", [6])
-        (folder / "other" / "00000.tar").replace(paths[0])  # not the size of the shard that was scanned
+        (folder / "other" / "00000.tar").replace(paths[0])  # its size differs from the scanned shard's
         paths = paths[::-1]
     options = replace(options, uid_key="other" if change == "options" else "uid")
     again, seen = Worker(), []
@@ -132,7 +132,7 @@ def test_an_interrupted_build_continues_with_what_it_knows(folder, tmp_path, cha
 def test_a_group_of_shards_shares_a_file_of_tables(tmp_path, monkeypatch):
     """An unreadable shard does not shift the tables of the other shards in its group."""
     monkeypatch.setattr(build, "GROUPS", 4)
-    monkeypatch.setattr(build, "as_completed", iter)  # the real function has no fixed order
+    monkeypatch.setattr(build, "as_completed", iter)  # the real function's order varies
     paths = paths_of(write_pairs(tmp_path / "shards", [1, 2, 3, 0, 1, 2, 3, 1]))
     unreadable(Path(paths[4]))
     with pytest.raises(KeyboardInterrupt), Worker() as first:

@@ -141,7 +141,7 @@ def visit(cache: ShardCache, urls: list[str], barrier) -> None:
 
 
 def in_processes(visits: list[tuple[ShardCache, list[str]]]) -> None:
-    context = forks.context()  # its server has not used fsspec, which cannot be forked safely after its first use
+    context = forks.context()  # forks from a process that has not used fsspec, which is not fork-safe after a first use
     barrier = context.Barrier(len(visits))
     processes = [context.Process(target=visit, args=(*arguments, barrier)) for arguments in visits]
     for process in processes:
@@ -182,7 +182,7 @@ def test_processes_that_press_on_the_capacity_never_exceed_it(http, tmp_path):
 
 @pytest.mark.parametrize("wanted", [5, 6], ids=["the same shard", "another shard"])
 def test_a_killed_process_leaves_the_cache_usable(http, tmp_path, wanted):
-    """The process is killed while it holds a lock, reserved space and a partial file; the cache fits only one shard."""
+    """The process is killed while it holds a lock, reserved space and a partial file; one shard fills the cache."""
     http.gate.clear()
     cache = cache_in(tmp_path, 1, timeout=60)
     process = forks.context().Process(target=cache.path, args=(url(http, 5), SIZE))

@@ -117,7 +117,7 @@ def pixels_and_tokens(batch: RankBatch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _check_batches(communicator: Communicator, shards: Path, features: Path, staged: Path) -> None:
-    """Compare the rows of several epochs with the features of the batches, on a rank."""
+    """Compare the stored features in a rank's batches, over several epochs, with features of the batches' inputs."""
     data = open_training(shards, features, staged, communicator, workers=communicator.rank)
     steps = data.order.steps_per_epoch * LAST_EPOCH
     for begin in (0, steps - 3):  # from the start, and after a resume
@@ -138,7 +138,7 @@ def test_batches_contain_the_features_of_their_crops_and_captions(tmp_path: Path
 def test_stored_outputs_of_trunks_replace_the_inputs_of_the_same_samples(
     manifest: Manifest, features: Path, tmp_path: Path, sources: CaptionSources, names: list[str]
 ) -> None:
-    """With both, shards are not read, unless the draw of captions has weights."""
+    """If both trunks' outputs are stored, shards are not read, unless the draw of captions has weights."""
     tables = {}
     for name in names:
         tables[name] = FeatureTable(find_table(str(features)), manifest, CAPTIONS, only=CONTENTS[name])
@@ -285,14 +285,14 @@ def test_remote_features_are_prefetched_and_replaced_files_are_fetched_again(
         ours, problems = open_table(url, manifest, cache).rows(index)
         assert not problems
         assert torch.equal(ours.image, open_table(other, manifest).rows(index)[0].image)
-        # and a run that reads them after it began with the first files ends
+        # a run that began with the first files ends when it reads the others
         begun = FeatureTable({**find_table(str(features)), "folder": url}, manifest, CAPTIONS, cache)
         with pytest.raises(UserError, match="has changed or is damaged: it was not written by the job"):
             begun.rows(index)
 
 
 def edit_embedding(folder: Path, features: Path, **changes: Any) -> Path:
-    """Return a copy of the features with other fields in embedding.json, None for fields that are removed."""
+    """Return a copy of the features with `changes` to the fields of embedding.json; None removes a field."""
     shutil.copytree(features, folder)
     path = folder / "embedding.json"
     embedding = {**json.loads(path.read_text()), **changes}

@@ -1,4 +1,4 @@
-"""Check that orders are complete, mixtures keep their shares, and both are equal for all ranks, starts and versions."""
+"""Check that orders are complete, mixtures keep their shares, and both are equal for all ranks and starting steps."""
 
 import hashlib
 import itertools

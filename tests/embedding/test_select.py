@@ -160,7 +160,7 @@ def test_of_near_duplicates_the_best_stays(tmp_path: Path, dtype: str) -> None:
     with pytest.raises(UserError, match="lacks features"):
         drop_near_duplicates([tmp_path], "similarity", 0.95, listed, np.load(out))
 
-    # every dropped sample is listed with the kept one that is nearest to it
+    # every dropped sample is listed with a kept one that is near it: here, always the nearest
     header, *lines = listed.read_text().splitlines()
     assert header == "dropped,kept,cosine"
     assert len(lines) == selection.refined

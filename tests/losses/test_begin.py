@@ -91,7 +91,7 @@ def compare_with_one_call(communicator: Communicator) -> int:
 
 
 def test_features_sent_in_micro_batches_give_the_bits_of_one_call() -> None:
-    """Also with invalid rows, in evaluation mode, and on steps that send no features."""
+    """The results are equal even with invalid rows, in evaluation mode, and on steps that send no features."""
     steps = 6 * len(CASES)
     assert compare_with_one_call(Communicator()) == steps
     assert run_ranks(2, compare_with_one_call) == [steps, steps]

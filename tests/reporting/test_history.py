@@ -1,4 +1,4 @@
-"""The history of a run's launches says when each ran and which options it changed, whatever ended it."""
+"""The history records when each launch of a run began and ended, and which options it changed, however it ended."""
 
 from dataclasses import dataclass
 from datetime import date, timedelta

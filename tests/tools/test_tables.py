@@ -47,9 +47,9 @@ def test_numbers_are_older_if_the_code_has_changed_in_effect(tmp_path: Path, mon
         subprocess.run(command, cwd=tmp_path, check=True, env={"GIT_COMMITTER_DATE": f"{date}T12:00:00"})
 
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
-    commit("x = 1\n", "2026-01-01")
+    commit("x = 1\nprint(f'there is {x}')\n", "2026-01-01")
     first = data_files.commit()
-    commit('"""A module."""\n\nx = 1  # one\n', "2026-01-03")
+    commit('"""A module."""\n\nx = 1  # one\nprint(f"x is {x}.")\n', "2026-01-03")
     assert older([ORIGIN, replace(ORIGIN, commit=first)]) == []
     commit("x = 2\n", "2026-01-04")
     assert older([ORIGIN, replace(ORIGIN, commit=first)]) == ["mine.csv", "mine.csv"]

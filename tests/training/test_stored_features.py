@@ -46,7 +46,7 @@ def features_of(name: str) -> StoredRows:
 
 
 def write_table(folder: Path, name: str, shards: Path, **changes: Any) -> None:
-    """Write the features as `neuclip-ds embed` does; `changes` are fields of embedding.json, None for absent ones."""
+    """Write the features as `neuclip-ds embed` does; `changes` are other fields of embedding.json; None removes one."""
     image, text = features_of(name)
     identity = {
         **IDENTITY,
@@ -130,7 +130,7 @@ class RecordRows(Hook):
 
 
 def test_each_step_gets_the_rows_of_its_samples(workspace: Path, tmp_path: Path) -> None:
-    """Also in the recovery, in the last batch of an epoch, and for the two teachers of an ensemble in their order."""
+    """This includes the recovery, the last batch of an epoch, and two teachers of an ensemble, in their order."""
     hook = RecordRows()
     options = ("objective.reference_model=reference", "objective.distill.features=teachers", "recovery.epochs=1")
     run(workspace, tmp_path, 4, *options, "data.micro_batch=2", hooks=(hook,))

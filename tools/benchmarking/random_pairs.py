@@ -30,7 +30,7 @@ def caption_lengths(caption_tokens: str, captions: int, context_length: int, gen
         generator: source of random numbers.
 
     Raises:
-        UserError: `caption_tokens` is none of these.
+        UserError: `caption_tokens` is none of these, or N is not between 3 and the context length.
     """
     if caption_tokens == FULL:
         return torch.full((captions,), context_length)

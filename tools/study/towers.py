@@ -8,10 +8,11 @@ import tarfile
 import time
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import webdataset
+from benchmarking.step_clock import StepClock
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -21,37 +22,13 @@ from neuclip_ds.data.demo import make_demo_data
 from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.files import new_folder
 from neuclip_ds.reporting.metrics import read_series
-from neuclip_ds.training.hooks import Hook
 from study.features import IMAGE_PACKAGE, TEXT_PACKAGE, captions_of, image_weights, installed, read_samples, tars_in
 from study.loop import WARMUP, Run, loss_options
 from study.measures import recalls
 
-if TYPE_CHECKING:
-    from neuclip_ds.training.trainer import Loop, StepResult
-
-PHOTOGRAPHS = 2000  # of the first ones of a dataset; each has several captions
-POINTS = 20  # of a run's curve
+PHOTOGRAPHS = 2000  # number of photographs to use, from the start of the dataset; each has several captions
+POINTS = 20  # number of points in the curve of a run
 IMAGE_WEIGHTS = "image.safetensors"
-
-
-class StepClock(Hook):
-    """Measures the CPU time of this process between the first step after a launch and the last one."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self._first = 0.0
-        self._last = 0.0
-
-    def after_step(self, loop: "Loop", result: "StepResult") -> None:
-        self._last = time.process_time()
-        if self.steps == 0:
-            self._first = self._last
-        self.steps += 1
-
-    @property
-    def seconds(self) -> float:
-        """CPU seconds of all steps except the first."""
-        return self._last - self._first
 
 
 def prepare_shards(source: str, folder: Path) -> None:
@@ -136,7 +113,7 @@ def train_towers(shards: Path, split: str, run: Run, name: str) -> dict[str, Any
         **scores,
         "curve": curve,
         "start_seconds": seconds - clock.seconds,
-        "step_seconds": clock.seconds / max(1, clock.steps - 1),
+        "step_seconds": clock.seconds_per_step,
         "seconds": seconds,
     }
 

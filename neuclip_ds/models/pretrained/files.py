@@ -22,7 +22,7 @@ _NUMPY_SCALARS = (np.bool_, np.int32, np.int64, np.float32, np.float64)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; raise UserError if the file is missing or does not contain one."""
+    """Read a JSON object from a file; raise UserError if the file is missing or does not contain an object."""
     if not path.is_file():
         raise UserError(f"{path.parent} contains no {path.name}; put the checkpoint's file there.")
     with explained(f"{path} is not valid JSON or not an object", "replace it with the checkpoint's file"):

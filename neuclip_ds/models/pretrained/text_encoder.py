@@ -113,7 +113,8 @@ class TextEncoderTokenizer:
             truncated.
         pads_to_context: whether captions are padded to `context_length` instead of the longest one.
 
-    Raises UserError if captions must end with EOS, but the tokenizer has no such token.
+    Raises:
+        UserError: captions must end with EOS, but the tokenizer has no such token.
     """
 
     def __init__(self, tokenizer: Any, context_length: int, ends_with_eos: bool, pads_to_context: bool = False) -> None:
@@ -342,7 +343,7 @@ def _only_hidden_states(trunk: Any) -> Any:
 
 
 def _context_length(folder: Path, tokenizer: Any, trunk: Any) -> int:
-    """Return the maximum number of tokens: the smallest limit in the folder's configs."""
+    """Return the maximum number of tokens: the smallest limit in the folder's configs and of the trunk's positions."""
     limits = [_NO_LIMIT, int(min(tokenizer.model_max_length, _NO_LIMIT))]
     sentence_config = folder / "sentence_bert_config.json"
     if sentence_config.is_file():
@@ -360,7 +361,7 @@ def check_length(length: int, trunk: Any, option: str, name: str) -> None:
 
 
 def position_count(trunk: Any) -> int:
-    """Return the number of tokens for which an encoder has positions."""
+    """Return the number of tokens for which an encoder has positions, or 1,000,000 if its config sets no limit."""
     positions = getattr(trunk.config, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions <= 0:
         return _NO_LIMIT

@@ -108,7 +108,7 @@ class WeightsAndBiases(Hook):
 
 
 class WriteReport(Hook):
-    """Writes report.html at the end of a run, after a stop, or at the next launch if writing failed."""
+    """Writes report.html when a run ends, stops or diverges, or at the next launch if writing failed."""
 
     def close(self, loop: Loop, error: BaseException | None) -> None:
         if loop.stop_requested or isinstance(error, TrainingDiverged):

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _COPY_TIMEOUT = 3600.0  # seconds after which a copy is considered stalled
-_MAX_FINAL_WAIT = 1500.0  # seconds at the end; other ranks wait in a collective for up to 30 minutes
+_MAX_FINAL_WAIT = 1500.0  # longest time in seconds for the last copies; other ranks wait in a collective for 30 minutes
 
 
 class CopyRun(Hook):
-    """Copies metrics, logs, and the newest and best checkpoints from rank 0, one copy at a time.
+    """Copies metrics, logs, and the newest and best checkpoints from rank 0 to the remote store, one copy at a time.
 
     A checkpoint saved during a copy is skipped unless it is the newest or best. A failure is recorded as an event and
     does not end the run. A run starts from the newest intact checkpoint in its folder or its copy, and ends by copying
