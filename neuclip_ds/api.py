@@ -191,9 +191,7 @@ class Model:
         without a temperature also raises `ValueError`.
         """
         if self.temperature is None:
-            raise ValueError(
-                "The model's checkpoint has no temperature: compare the features of encode_images and encode_texts."
-            )
+            raise ValueError("The model's checkpoint has no temperature: compare encoded images and texts without it.")
         logits = self.encode_images(images) @ self.encode_texts(texts).T / self.temperature
         return logits if self.bias is None else logits + self.bias
 

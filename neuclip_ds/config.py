@@ -54,13 +54,13 @@ class RunConfig(Section):
     checkpoint_every: int = Field(1000, ge=1)
     """Steps between checkpoints; another checkpoint is saved at the end of the run."""
     keep_checkpoints: int = Field(2, ge=1)
-    """Number of the newest checkpoints to keep on disk."""
+    """Number of newest checkpoints to keep on disk, in addition to the one with the best `best_metric`."""
     max_skipped_steps: int = Field(10, ge=1)
     """Number of consecutive skipped steps (with a non-finite loss or gradient) after which the run returns to its
-    newest checkpoint. The run ends if training fails at the same step again."""
+    newest checkpoint. The run ends if this happens again before training has passed these steps."""
     remote: str | None = Field(None, min_length=1)
     """Folder in a remote store, such as s3://bucket/runs. Checkpoints, metrics and logs are copied to its subfolder
-    NAME while training continues. A run resumes from there if its local checkpoints are older or absent."""
+    NAME while training continues. A run resumes from this copy if its local checkpoints are older or absent."""
     log_every: int = Field(10, ge=1)
     """Steps between lines of metrics.jsonl, and between points in TensorBoard and Weights & Biases."""
     evaluate_every: int = Field(0, ge=0)
@@ -135,8 +135,8 @@ class DataConfig(Section):
     weighted sources: [{path: /data/dfn, weight: 3}, {path: /data/cc12m, weight: 1}]."""
     val: Annotated[Annotated[int, Field(ge=0)] | str, Field(union_mode="left_to_right")] = "auto"
     """Held-out pairs for retrieval, in any form that `train` accepts, or the number of pairs to hold out of `train`.
-    `auto` uses the `val` folder next to `train` if it exists; otherwise it holds out 0.1% of the pairs (200 to 10,000,
-    or none if there are fewer than 2,000). An empty value disables validation."""
+    `auto` uses the `val` folder next to `train` if it exists; otherwise, it holds out 0.1% of the pairs, but at least
+    200 and at most 10,000, or none if `train` has fewer than 2,000 pairs. An empty value disables validation."""
     zero_shot: str = "auto"
     """Zero-shot set: a folder with one subfolder of images per class, or a folder in CLIP_benchmark's layout. `auto`
     uses the `zero_shot` folder next to `train` if it exists; an empty value disables zero-shot evaluation."""
@@ -162,18 +162,20 @@ class DataConfig(Section):
     json:KEY (a string or a list). Each visit to a sample draws one caption; {"txt": 0.7, "syn.txt": 0.3} draws the
     caption's source with these probabilities."""
     decoder: Literal["simplejpeg", "pil"] = "simplejpeg"
-    """Library that decodes JPEGs: simplejpeg is faster; pil produces the same pixels as open_clip."""
+    """Library that decodes JPEGs: simplejpeg is faster; pil produces open_clip's pixels. For random crops, both first
+    scale large JPEGs down to 1/2, 1/4 or 1/8, which open_clip does not do."""
     image_features: str | None = Field(None, min_length=1)
     """Folder that `neuclip-ds embed` wrote for the training data, with the image tower's pooled outputs before the
     projection. Training reads them instead of decoding images and running the tower's frozen trunk
     (docs/how-to/stored_features.md)."""
     text_features: str | None = Field(None, min_length=1)
-    """Folder with the text tower's pooled outputs, like `image_features`; training then does not tokenize captions."""
+    """Folder with the text tower's pooled outputs before the projection, in the form of `image_features`. Training then
+    does not tokenize captions or run the text tower's frozen trunk."""
     cache_dir: Path | None = None
     """Folder on each node for copies of remote shards. By default, neuclip_ds_shards-UID in the system's temporary
     folder, writable only by you."""
     cache_gb: float = Field(100, gt=0)
-    """Size limit of `cache_dir`, in GB. Each node caches the shards that it is currently reading."""
+    """Size limit of `cache_dir`, in GB. Each node caches the shards that it reads now or will read next."""
     downloads: int = Field(8, ge=1, le=1024)
     """Maximum number of concurrent prefetches of remote shards per node. In addition, loader processes fetch the shards
     that they are waiting for."""
@@ -189,8 +191,8 @@ class DataConfig(Section):
     """Samples that are shuffled together within a shard stream. By default, up to 8 million over all streams (500,000
     per node on more than 16 nodes), or fewer if their shards would not fit into `cache_gb`."""
     drop_last: bool = False
-    """Skip the samples that do not fill an epoch's last batch. Otherwise, every sample is seen exactly once per epoch,
-    and the last batch may have empty rows."""
+    """Skip the samples that do not fill an epoch's last batch. If false, every sample is seen exactly once per epoch,
+    and the last batch may have empty rows. The batches of a mixture of sources are always full."""
     max_bad_fraction: float = Field(0.01, ge=0, le=1)
     """Fraction of bad samples above which the run stops. For the last 1,000 steps of a single rank, a limit 10 times as
     high applies."""
@@ -215,6 +217,12 @@ class DataConfig(Section):
         if any(have_weight) and not all(have_weight):
             raise ValueError("some sources have a weight and others do not; set all weights, or none")
         return train
+
+    @model_validator(mode="after")
+    def _mixtures_fill_their_batches(self) -> DataConfig:
+        if self.sources and self.drop_last:
+            raise ValueError("drop_last has no effect on a mixture of sources, whose batches are always full; omit it")
+        return self
 
     @property
     def sources(self) -> list[SourceConfig]:
@@ -299,8 +307,8 @@ class VisionConfig(TowerConfig):
     options: dict[str, Any] = Field(default_factory=dict)
     """Additional keyword arguments of `timm.create_model`, such as patch_size, embed_dim, depth and num_heads."""
     mean: tuple[float, float, float] | None = None
-    """Mean per channel, subtracted from pixels in [0, 1]. By default, the mean of `pretrained`, else of OpenAI's
-    CLIP."""
+    """Mean per channel, subtracted from pixels in [0, 1]. By default, the mean that `pretrained` was trained with, else
+    that of OpenAI's CLIP."""
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = None
     """Standard deviation per channel, by which pixels are divided. By default, the one of `pretrained`, else of
     OpenAI's CLIP."""
@@ -336,9 +344,9 @@ class TextConfig(TowerConfig):
     tokenizer: str | None = None
     """Folder or hub name of a transformers tokenizer, or `clip_bpe` (CLIP's English tokenizer, which needs the
     open_clip_torch package). By default, or if that package is missing, a byte-level BPE is trained on the captions. A
-    copy is saved in the run's folder and is used when the run resumes."""
+    copy of the tokenizer is saved in the run's folder and is used when the run resumes."""
     vocab_size: int = Field(49408, ge=300, le=1 << 24)
-    """Vocabulary size of the trained BPE; a named tokenizer keeps its vocabulary."""
+    """Largest vocabulary size of a BPE that is trained on the captions; other tokenizers keep their vocabularies."""
     context_length: int | None = Field(None, ge=4, le=1 << 16)
     """Number of tokens, including special tokens, to which a caption is truncated or padded. By default, the length of
     `model.pretrained`, else 77. If the length differs from the checkpoint's, the position embeddings are resampled, as
@@ -371,7 +379,7 @@ class TextConfig(TowerConfig):
         if self.pretrained:
             for name in REPLACED_BY_TEXT_ENCODER:
                 if is_given(self, name):
-                    raise ValueError(f"{name} has no effect with pretrained, whose encoder has its own; omit it")
+                    raise ValueError(f"{name} has no effect with pretrained, whose encoder has its own {name}; omit it")
         return self
 
 
@@ -411,7 +419,7 @@ class ModelConfig(Section):
     @classmethod
     def _names_what_to_compile(cls, value: Any) -> Any:
         if str(value).lower() == "true":
-            raise ValueError("true does not say what to compile; set compile=blocks")
+            raise ValueError("true does not say what to compile; use blocks or towers")
         return False if str(value).lower() == "false" else value
 
     @model_validator(mode="after")
@@ -440,7 +448,7 @@ class ModelConfig(Section):
         trained = {self.trained("vision"), self.trained("text")}
         if self.lora.rank and trained <= {"all", "projection"}:
             raise ValueError(
-                "trainable=all or projection in both towers leaves no weights for lora; freeze part of a tower"
+                "trainable=all or projection in both towers leaves no frozen blocks for lora; freeze blocks of a tower"
             )
         if not self.lora.rank and trained == {"frozen"}:
             raise ValueError("vision.trainable and text.trainable are frozen, so nothing trains; unfreeze part of one")

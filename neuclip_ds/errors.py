@@ -74,7 +74,7 @@ class Interrupted(KeyboardInterrupt):
             number: signal number.
             where: point at which the program stopped, such as " after step 5"; part of the message.
         """
-        super().__init__(f"Stopped{where} by {signal.Signals(number).name}; the same command resumes.")
+        super().__init__(f"Stopped{where} by {signal.Signals(number).name}; to continue, run the same command again.")
         self.number = number
         self.code = 128 + number
 

@@ -55,7 +55,7 @@ def shared_memory_shortage(needed: int) -> str | None:
     """Return a message with a fix if shared memory has fewer than `needed` bytes free, otherwise None."""
     if not SHARED_MEMORY.is_dir() or disk_usage(SHARED_MEMORY).free >= needed:
         return None
-    return f"The loaders of this node need up to {needed / 1e9:,.2f} GB (computed), but {fix_of_shared_memory()}."
+    return f"This node's loader processes need up to {needed / 1e9:,.2f} GB (computed), but {fix_of_shared_memory()}."
 
 
 def low_limit() -> str | None:

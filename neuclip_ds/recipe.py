@@ -78,7 +78,8 @@ def parse(argv: Sequence[str]) -> Invocation:
     command = _validate(TrainCommand, switches)
     if (command.hostfile or command.gpu_memory or command.measured) and not command.dry_run:
         raise UserError(
-            "--hostfile, --gpu-memory and --measured belong to --dry-run; pass the hosts for training to the launcher."
+            "--hostfile, --gpu-memory and --measured work only with --dry-run. To train on several hosts, pass the "
+            "hostfile to the launcher."
         )
     if command.profile:
         overrides = {"run.profile_steps": _PROFILED_STEPS, **overrides}
@@ -344,7 +345,8 @@ def _command_line(argv: Sequence[str], ignore_unknown: bool = False) -> dict[str
         for argument in argv:
             option = with_dashes(argument.split("=")[0])
             if argument.startswith("--") and option not in known:
-                raise UserError(f"Unknown option {_shown(option, str)}{nearest(option, known)}") from error
+                hint = nearest(option, known) or "; --help all lists all options."
+                raise UserError(f"Unknown option {_shown(option, str)}{hint}") from error
         reason = _shown(str(error).removeprefix("error parsing CLI: "), str)
         raise UserError(f"The command line is wrong: {reason}; see --help.") from error
 

@@ -80,7 +80,7 @@ def read_best(folder: Path) -> Best | None:
     path = folder / "best.json"
     if not path.is_file():
         return None
-    fix = "Delete this file: the next evaluation writes it again"
+    fix = "Restore it from a copy; otherwise, training writes it again when an evaluation is the best so far"
     fields = read_sealed(path, fix)
     best = Best(fields.get("step", 0), fields.get("metric", ""), fields.get("value", 0.0))
     types = [type(value) for value in best]
@@ -119,7 +119,11 @@ def set_aside(path: Path) -> None:
         renamed = path.with_name(f"damaged-{path.name}")
         _delete(renamed)
         path.rename(renamed)
-        log.warning("%s was renamed to %s; delete this folder when you no longer need it", path, renamed.name)
+        log.warning(
+            "the damaged checkpoint %s was renamed to %s; delete this folder when you no longer need it",
+            path,
+            renamed.name,
+        )
 
 
 class Checkpoints:
@@ -164,10 +168,10 @@ class Checkpoints:
             except UserError as error:
                 problem = problem_of(error)
             if self._communicator.rank == 0:
-                log.warning("%s is not used: %s", name, problem)
+                log.warning("checkpoint %s is not used: %s", name, problem)
         if problem is not None:
             raise UserError(
-                f"No checkpoint in {self._folder} can be read. The problem of the oldest one: {problem} Restore a "
+                f"No checkpoint in {self._folder} can be read. The problem with the oldest one: {problem} Restore a "
                 "checkpoint from a copy, or start a new run under a new --run.name."
             )
         return None
@@ -271,7 +275,8 @@ class Checkpoints:
                 free = shutil.disk_usage(self._folder).free
                 if free < needed:
                     raise SaveFailed(
-                        f"{partial} needs {needed / 1e9:.3g} GB, but only {free / 1e9:.3g} GB are free on its disk."
+                        f"A checkpoint in {self._folder} needs {needed / 1e9:.3g} GB, but only {free / 1e9:.3g} GB of "
+                        "the disk are free."
                     )
                 for name in (f"{STATE}/files", *self._extra_files):
                     (partial / name).parent.mkdir(parents=True, exist_ok=True)

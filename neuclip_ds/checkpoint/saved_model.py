@@ -87,7 +87,10 @@ def open_model(name: str, communicator: Communicator, average: bool = False) -> 
             checkpoint=checkpoint,
         )
     if average:
-        raise UserError(f"{name} is not a run of neuclip_ds, so it contains no average of the weights: omit --ema.")
+        raise UserError(
+            f"{name} is not a run of neuclip_ds, so it contains no average of the weights: omit --ema (in Python, "
+            "ema=True)."
+        )
     config = ModelConfig(pretrained=name)
     source = model_source(config, locate_on_rank_zero(config, communicator))
     tokenizer = source.tokenizer(_no_tokenizer)

@@ -73,12 +73,12 @@ class BadSampleLog:
             self._recorded += 1
             if self._recorded & (self._recorded - 1) == 0:  # only the 1st, 2nd, 4th, 8th ..., to keep the log short
                 log.warning(
-                    "bad sample with index %d (bad so far on this rank: %d), %s in %s: %s",
-                    sample.index,
-                    self._recorded,
+                    "sample %s of %s (index %d) cannot be used (%s); unusable samples on this rank so far: %d",
                     sample.key,
                     sample.shard,
+                    sample.index,
                     sample.reason,
+                    self._recorded,
                 )
 
     def take_new(self) -> list[Any]:
@@ -105,7 +105,8 @@ class BadSampleLog:
             raise UserError(
                 f"{self.bad} of {self.seen} samples cannot be used, more than "
                 f"data.max_bad_fraction={self._max_fraction} allows (the most frequent cause, {counted(count, 'time')}"
-                f": {cause}); fix the shards listed in {self.path} or raise the limit."
+                f": {cause}). Fix the samples that {self.path} lists with their shards, or raise "
+                "data.max_bad_fraction."
             )
         if problem := next((problem for _, _, problem in new_of_ranks if problem is not None), None):
             raise UserError(problem)
@@ -119,10 +120,10 @@ class BadSampleLog:
         if bad <= self._max_fraction * _RECENT_FACTOR * max(seen, _MIN_SAMPLES):
             return None
         return (
-            f"{bad} of the {seen} samples that a rank on {socket.gethostname()} has read in its last "
-            f"{len(self._recent)} steps cannot be used, more than {_RECENT_FACTOR} times "
-            f"data.max_bad_fraction={self._max_fraction} (the latest: {self._new_bad[-1].reason}); check the data and "
-            "the storage on that node."
+            f"{bad:,} of the {counted(seen, 'sample')} that a rank on {socket.gethostname()} has read in its last "
+            f"{counted(len(self._recent), 'step')} cannot be used, more than {_RECENT_FACTOR} times the fraction that "
+            f"data.max_bad_fraction={self._max_fraction} allows (the latest reason: {self._new_bad[-1].reason}). Check "
+            "the data and the storage on that node."
         )
 
     def _list(self, new: Mapping[int, BadSample]) -> None:

@@ -38,7 +38,7 @@ from neuclip_ds.files import atomic_write, explain_disk
 log = logging.getLogger(__name__)
 
 OnProgress = Callable[[int, int], None]  # (shards done, total shards)
-RESUME = "run the same command again, which resumes"
+RESUME = "choose another folder; with the same folder, the build resumes"
 
 _BUILDING = ".building"  # folder of an unfinished build's results
 _RESULTS_VERSION = 2  # version of the format of the results
@@ -95,8 +95,8 @@ def open_manifest(
             missing = [name for name in members if name not in manifest.samples.members]
             if missing:
                 raise UserError(
-                    f"The manifest {source} does not list {', '.join(missing)} members; build it again with "
-                    f"--captions {' '.join(options.captions)}."
+                    f"The manifest {source} does not list the members {', '.join(missing)} of its samples; build it "
+                    f"again with neuclip-ds build-manifest --captions {' '.join(options.captions)}."
                 )
     else:
         paths = resolve_shards(source)
@@ -107,7 +107,7 @@ def open_manifest(
         stored = _load_stored(folder)
         manifest = stored or build_manifest(paths, processes, options)
         if stored is None:
-            with explain_disk(folder):
+            with explain_disk(folder, "build it elsewhere with neuclip-ds build-manifest, and pass that folder"):
                 folder.mkdir(parents=True, exist_ok=True)
                 write_shards(manifest, folder)
     check_distinct(manifest)
@@ -121,8 +121,8 @@ def _load_stored(folder: Path) -> Manifest | None:
     try:
         return load_manifest(folder)
     except UserError as error:
-        log.warning("rebuilding the manifest in %s, because it cannot be used; you need not do anything", folder)
-        log.debug("%s", error)
+        problem, _, _ = str(error).rpartition(";")  # the rest is advice for manifests of the user
+        log.warning("rebuilding the stored manifest, because it cannot be used; you need not do anything. %s", problem)
         return None
 
 
@@ -167,7 +167,9 @@ def write_manifest(
         raise UserError(f"{folder} already contains a manifest; delete the folder, or choose a different one.")
     if options.side_files:
         if options.has_tables:
-            raise UserError("Uids and checksums are read from the shards; omit --from-side-files, or omit --uids.")
+            raise UserError(
+                "Uids and checksums cannot be read from side files; omit --from-side-files, or omit --uids."
+            )
         check_names(paths)
     UidFiles(options.uids).check_order()
     sizes = {path: _size_of(path) for path in paths}
@@ -184,8 +186,8 @@ def write_manifest(
     if failures and not (skip_unreadable and scans):
         raise UserError(
             f"{len(failures)} of {len(paths)} shards cannot be used. The first: {next(iter(failures.values()))} "
-            "Fix these shards or omit them from the sources, and run the same command again, which scans only what it "
-            "has not scanned yet; or set --skip-unreadable."
+            "Fix these shards or omit them from the sources, and run the same command again, which scans only the "
+            "shards that are left; or pass --skip-unreadable to build the manifest without them."
         )
     for scan in scans:
         log_loss(scan)
@@ -207,7 +209,7 @@ def write_manifest(
         with atomic_write(unreadable) as temporary:
             temporary.write_text("".join(f"{redact(line)}\n" for line in lines), encoding="utf-8")
         log.warning(
-            "omitted the shards that cannot be used, %d of %d; %s lists them", len(failures), len(paths), unreadable
+            "omitted %d of %d shards, which cannot be used; %s lists them", len(failures), len(paths), unreadable
         )
 
     write_shards(manifest, folder, locations)  # last, because this makes the folder a manifest
@@ -350,8 +352,8 @@ def _warn_of_repeats(manifest: Manifest) -> None:
     if len(repeated_hashes):
         high, low = _find_uid(tables, repeated_hashes[0])
         log.warning(
-            "%d of %d samples have the same uid as another sample, such as %016x%016x: --uids keeps all of "
-            "them or none. Give each sample its own uid, or omit the copies.",
+            "%d of %d samples have the uid of an earlier sample, such as %016x%016x: --uids keeps all samples with the "
+            "same uid, or none of them. Give each sample a different uid, or omit the copies.",
             len(repeated_hashes),
             count,
             high,
@@ -360,8 +362,8 @@ def _warn_of_repeats(manifest: Manifest) -> None:
     repeated_checksums, count = _repeats(tables.image_checksums())
     if len(repeated_checksums):
         log.warning(
-            "%d of %d samples have the same image as another sample: within a batch, they are negatives of each other. "
-            "Put their captions into one sample, as neuclip-ds pack does, or select by uid.",
+            "%d of %d samples have the image of an earlier sample: within a batch, equal images are negatives of each "
+            "other. Put all captions of an image into one sample, as neuclip-ds pack does, or omit copies (--uids).",
             len(repeated_checksums),
             count,
         )

@@ -83,7 +83,7 @@ class ShardCache:
         if capacity_bytes > disk_bytes:
             raise UserError(
                 f"data.cache_gb={capacity_bytes / 1e9:g} is more than the disk of {folder} holds "
-                f"({disk_bytes / 1e9:.1f} GB): lower it, or set data.cache_dir to a folder on a larger disk."
+                f"({disk_bytes / 1e9:.1f} GB): lower data.cache_gb, or set data.cache_dir to a folder on a larger disk."
             )
 
     def path(self, url: str, expected_bytes: int, expected_crc32: int | None = None) -> Path:
@@ -102,8 +102,8 @@ class ShardCache:
         """
         if expected_bytes > self.capacity_bytes:
             raise UserError(
-                f"Shard {url} is {expected_bytes / 1e9:.2f} GB and does not fit into the cache: raise data.cache_gb, "
-                f"which is {self.capacity_bytes / 1e9:g} GB."
+                f"{url} takes {expected_bytes / 1e9:.3g} GB and does not fit into the cache: raise data.cache_gb "
+                f"(now {self.capacity_bytes / 1e9:g})."
             )
         retries = Retries(url, self._max_outage, self._backoff)
         try:
@@ -116,7 +116,8 @@ class ShardCache:
             raise
         except OSError as error:
             raise UserError(
-                f"The shard cache {self._folder} cannot be used ({error}); make room, or change data.cache_dir."
+                f"The shard cache {self._folder} cannot be used ({error}); make room or give write permission there, "
+                "or change data.cache_dir."
             ) from error
         return self._shard(url)
 

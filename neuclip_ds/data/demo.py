@@ -207,7 +207,8 @@ def demo_split(source: str, cache: Path) -> Path:
     """
     _, _, split = source.partition(":")
     if split not in SPLITS or source != f"demo:{split}":
-        raise UserError(f"'{source}' is not a demo split; choose {', '.join(f'demo:{name}' for name in SPLITS)}.")
+        splits = ", ".join(f"demo:{name}" for name in SPLITS)
+        raise UserError(f"'{source}' is not a demo split; choose one of {splits}.")
     folder = cache / "demo"
     if not (folder / split).is_dir():
         try:

@@ -156,7 +156,7 @@ class EarlySamples:
 
     def _abandon(self, claim: _Claim, error: Exception) -> None:
         if self._take(claim.number, claim.shard):  # only after the first failure of the shard
-            log.debug("shard %s is fetched as a whole, because of %r", claim.shard.url, error)
+            log.debug("fetching shard %s as a whole, because a piece of it failed: %r", claim.shard.url, error)
             self._cache.abandon(claim.shard)
 
     def _take(self, number: int, shard: PartialShard) -> bool:

@@ -29,7 +29,7 @@ Kind = Literal["outage", "damaged", "refused", "missing", "setup", "limit"]
 _LONGEST_PAUSE = 60.0  # maximum seconds between two attempts
 _ATTEMPTS = {"damaged": 5, "refused": 5, "limit": 5}  # attempts until an error counts as permanent
 _FIXES = {
-    "refused": "Check the credentials, the region, the project that pays and whether the file exists; then start again",
+    "refused": "Check the credentials, the region, the billing project and whether the file exists; then start again",
     "setup": f"Fix the address, or install its backend ({install_command('remote')})",
 }
 _S3_CONNECTIONS = 10  # botocore's default for the connections to a server
@@ -114,7 +114,8 @@ class Retries:
             self._outage_began = self._outage_began or now
             if now - self._outage_began >= self._max_outage:
                 message += (
-                    f" The storage failed for data.max_outage={self._max_outage:g} s: check it; then start again."
+                    f" The storage has failed for {self._max_outage:g} s, the longest time allowed (data.max_outage in "
+                    "a run): check the storage, and start again."
                 )
                 raise UserError(message)
         elif self._counts[kind] == _ATTEMPTS.get(kind, 1):
@@ -187,7 +188,7 @@ def open_remote(url: str, timeout: float, connections: int = 1) -> tuple[Any, st
 
 def explain(failure: BaseException) -> AttemptFailed:
     """Classify an error from a storage backend."""
-    text = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
+    text = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300].rstrip('.')}"
     if fix := fix_of_limit(failure):
         return AttemptFailed(f"{text}; {fix}", "limit")
     kind = _kind(failure)

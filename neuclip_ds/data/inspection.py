@@ -152,8 +152,8 @@ def pair_warnings(
         )
     if images >= _FEWEST and repeated_images > _REPEATED_SHARE * images:
         warnings.append(
-            f"Only {images - repeated_images:,} of {images:,} images are distinct: pack rows with the same image as "
-            "one sample with several captions (neuclip-ds pack does)."
+            f"Only {images - repeated_images:,} of {images:,} images are distinct: equal images are negatives of each "
+            "other. Put all captions of an image into one sample, as neuclip-ds pack does."
         )
     return warnings
 

@@ -170,8 +170,8 @@ def join(manifests: Sequence[Manifest]) -> Manifest:
         return Manifest(shards, SampleTables.join(tables))
     if any(shard.selection is not None for shard in shards):
         raise UserError(
-            "A manifest with --uids can be combined only with manifests that contain sample tables: build a manifest "
-            "of each source, without --no-checksum and --from-side-files."
+            "A manifest that was built with --uids can be combined only with manifests that contain sample tables: "
+            "build a manifest of each source, without --no-checksum and without --from-side-files."
         )
     return Manifest(shards)
 

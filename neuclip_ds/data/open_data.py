@@ -19,6 +19,7 @@ from neuclip_ds.data.shards import is_local
 from neuclip_ds.data.stored_towers import CONTENTS
 from neuclip_ds.data.training_set import needs_cache
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.errors import counted
 from neuclip_ds.files import private_folder
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ def _missing_shards(manifest: Manifest) -> str | None:
     if not missing:
         return None
     return (
-        f"This node lacks {len(missing)} of {len(paths)} shards, such as {missing[0]}. Put local "
+        f"This node lacks {len(missing)} of {counted(len(paths), 'shard')}, such as {missing[0]}. Put local "
         "data under the same path on every node."
     )
 
@@ -150,9 +151,8 @@ def _iter_texts(
         except OSError as error:
             shard, _ = manifest.locate(index)
             if shard not in unreadable:
-                log.warning(
-                    "cannot read captions of shard %s, which is skipped: %s", manifest.shards[shard].path, error
-                )
+                path = manifest.shards[shard].path
+                log.warning("the check of captions or the tokenizer's training omits shard %s: %s", path, error)
             unreadable.add(shard)
         else:
             yield texts

@@ -76,7 +76,8 @@ class GlobalOrder:
             raise UserError(f"The dataset contains {counted(self.n, 'sample')}; contrastive training needs at least 2.")
         if drop_last and self.n < batch_size:
             raise UserError(
-                f"data.drop_last=true leaves no batch of the {self.n} samples: lower data.batch_size={batch_size}."
+                f"data.drop_last=true leaves no batch, because {self.n} samples do not fill one of "
+                f"data.batch_size={batch_size}: lower data.batch_size, or set data.drop_last=false."
             )
         self.interleave = interleave or choose_interleave(len(self._sizes), batch_size)
         streams = self.interleave.streams

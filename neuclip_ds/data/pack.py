@@ -90,9 +90,12 @@ def choose_columns(table: PairTable, image: str | None = None, captions: Sequenc
     for column in (image, *by_member.values()):
         if column not in table.data.schema.names:
             known = ", ".join(table.data.schema.names)
-            raise UserError(f"{table.name} has no column {column}; its columns are {known}.")
+            raise UserError(f"{table.name} has no column {column}; name one of its columns ({known}).")
     if len(by_member) < len(captions) or not all(map(_MEMBER.fullmatch, by_member)):
-        raise UserError(f"--captions {' '.join(captions)}: each column needs a separate member, such as syn.txt.")
+        raise UserError(
+            f"--captions {' '.join(captions)} is not valid: write MEMBER=COLUMN, with a different member, such as "
+            "syn.txt, for each column."
+        )
     return Columns(image, by_member)
 
 
@@ -155,7 +158,7 @@ def pack(
             report = {"row": entry.number, "image": _shown(entry.image), "reason": _shown(entry.reason)}
             lines.append(_line(report))
         if not pairs:
-            first = f" (the first: {lines[0].strip()})" if lines else ""
+            first = f" (the first one: {lines[0].strip()})" if lines else ""
             raise UserError(f"No row of {table.name} can be used{first}; check the columns and the image paths.")
         if lines:
             (folder / "broken.jsonl").write_text("".join(lines), encoding="utf-8")

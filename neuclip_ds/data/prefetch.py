@@ -261,7 +261,7 @@ class Prefetcher(ForkProcess):
                 self._warned = True
                 log.warning(
                     "batches read more shards than fit in the cache, so shards are fetched repeatedly: raise "
-                    "data.cache_gb, which is %g GB",
+                    "data.cache_gb (now %g)",
                     self._cache.capacity_bytes / 1e9,
                 )
             time.sleep(_POLL)
@@ -283,4 +283,4 @@ class Prefetcher(ForkProcess):
             if self._early_samples is None or not self._early_samples.fetch_rest(request.shard):
                 self._cache.path(shard.path, shard.bytes, shard.crc32)
         except (OSError, UserError) as error:
-            log.warning("cannot prefetch a shard or its features: %s", error)
+            log.warning("a file could not be prefetched; the loader tries again when it reads the file. %s", error)

@@ -222,7 +222,7 @@ class TarReader:
         listed = self._manifest.shards[shard]
         if listed.layout not in (None, table.layout) and table.n == listed.n:
             raise UserError(
-                f"Shard {listed.path} has the size that the manifest lists, but other samples: restore the shard, or "
+                f"Shard {listed.path} has the size that the manifest lists, but contains other samples: restore it, or "
                 "build the manifest again."
             )
 
@@ -238,10 +238,10 @@ class TarReader:
 def read_at(fd: int, offset: int, size: int) -> bytes:
     """Read `size` bytes of a shard; raise OSError if the file is too short, or TooLarge if `size` exceeds 512 MiB."""
     if size > _MAX_READ:
-        raise TooLarge(f"{size} bytes at offset {offset} are more than the limit of {_MAX_READ}")
+        raise TooLarge(f"{size} bytes at offset {offset} are more than the limit of {_MAX_READ} bytes")
     data = os.pread(fd, size, offset)
     if len(data) != size:
-        raise OSError(f"{len(data)} of {size} bytes at offset {offset}: the shard is truncated")
+        raise OSError(f"the shard is truncated: it has {len(data)} of {size} bytes at offset {offset}")
     return data
 
 

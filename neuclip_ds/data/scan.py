@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from neuclip_ds.data.decoders import Captions
-from neuclip_ds.data.fetch import AttemptFailed, Retries, attempt
+from neuclip_ds.data.fetch import AttemptFailed, FetchError, Retries, attempt
 from neuclip_ds.data.manifest import Shard
 from neuclip_ds.data.readers import TooLarge, read_at
 from neuclip_ds.data.sample_table import IMAGE_EXTENSIONS, SampleTable, tabulate
@@ -27,6 +27,7 @@ from neuclip_ds.data.tar import ShardIndex, is_blank, read_index
 from neuclip_ds.data.uids import UID, UidFiles, uid_of, uid_of_location
 from neuclip_ds.errors import UserError, counted
 from neuclip_ds.files import checksum_of
+from neuclip_ds.limits import fix_of_limit
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +41,8 @@ _OTHER_FORMATS = {  # first bytes of a file that is not a tar -> what the file i
     b"BZh": "is compressed with bzip2; decompress it (bunzip2)",
     b"PK": "is a zip archive; write its files to a tar",
     b"<": "is a web page, not a tar; the server may have answered with an error: download the shard again",
-    b"{": "is a JSON text, not a tar; the server may have answered with an error: download the shard again",
-    b"version https://git-lfs": "is a pointer of Git LFS, not a tar; download its content (git lfs pull)",
+    b"{": "is JSON, not a tar; the server may have answered with an error: download the shard again",
+    b"version https://git-lfs": "is a Git LFS pointer, not a tar; download its content (git lfs pull)",
 }
 
 
@@ -85,6 +86,9 @@ def scan_shard(path: str, options: ScanOptions) -> tuple[Scan, SampleTable]:
             return _scan(path, file, options)
     except UnicodeEncodeError as error:
         raise UserError(f"The shard {path!a} has a name that is not UTF-8; rename it.") from error
+    except FetchError as error:
+        advice = "" if fix_of_limit(error) else " Correct the address, or omit the shard."
+        raise UserError(f"{error}{advice}") from error
     except OSError as error:
         reason = error.strerror or str(error)
         raise UserError(f"Shard {path} cannot be read: {reason}; check the file and its permissions.") from error
@@ -228,7 +232,8 @@ def log_loss(scan: Scan) -> None:
             "Shard %s is damaged: %d of %d bytes are lost; download it again", shard.path, scan.lost_bytes, shard.bytes
         )
     elif shard.n_bad or (shard.n == 0 and shard.selection is None):
-        log.warning("Shard %s: only %d of %d samples can be used", shard.path, shard.n - shard.n_bad, shard.n)
+        good = shard.n - shard.n_bad
+        log.warning("Shard %s: only %d of %d samples have both an image and a caption", shard.path, good, shard.n)
     for cause in scan.causes:
         log.warning("Shard %s: %s", shard.path, cause)
 
@@ -241,17 +246,18 @@ def check_usable(scans: Sequence[Scan], paths: Sequence[str]) -> None:
     if not any(scan.shard.n for scan in scans):
         if any(scan.shard.selection is not None for scan in scans):
             raise UserError(
-                f"None of the uids is in {source}; check --uid-key and that the uid files belong to this pool."
+                f"None of the uids is in {source}; check --uid-key and that the uid files were made for these shards."
             )
-        raise UserError(f"No samples in {source}; samples are members such as 000000001.jpg and 000000001.txt.")
+        raise UserError(f"No samples in {source}; a sample has members such as 000000001.jpg and 000000001.txt.")
     if not any(scan.n_images for scan in scans):
         raise UserError(
-            f"No sample has an image in {source} (extensions found: {extensions}); images are "
-            f"{', '.join(IMAGE_EXTENSIONS)}."
+            f"No sample in {source} has an image (extensions found: {extensions}); the extension of an image must be "
+            f"one of {', '.join(IMAGE_EXTENSIONS)}."
         )
     if not any(scan.n_captions for scan in scans):
         raise UserError(
-            f"No captions in {source} (extensions found: {extensions}); add .txt members, or set data.captions."
+            f"No captions in {source} (extensions found: {extensions}); add .txt members, or name the members with "
+            "captions in data.captions (build-manifest: --captions)."
         )
     if not any(scan.shard.n > scan.shard.n_bad for scan in scans):
         causes = [cause for scan in scans for cause in scan.causes]

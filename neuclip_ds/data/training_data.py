@@ -172,8 +172,8 @@ def open_training_data(
         _check_same_features(tables, meta["data"].get("features", {}))
     if communicator.rank == 0 and (unused := unused_sources(manifest, data.captions, loading.cache)):
         log.warning(
-            "data.captions names %s, which none of %d samples has: correct the name, or omit it",
-            unused,
+            "data.captions names %s, but a check of up to %d samples found no such captions: correct data.captions",
+            " and ".join(unused),
             CHECKED_SAMPLES,
         )
     nodes = communicator.world_size // len(communicator.ranks_of_node())

@@ -141,7 +141,8 @@ def _choose_held_out(data: DataConfig, sizes: NDArray[np.int64]) -> dict[int, in
         return {}
     if total > n // 2:
         raise UserError(
-            f"data.val={total} holds out more than half of the {n} training pairs; hold out at most {n // 2}."
+            f"data.val={total} would hold out more than half of the {counted(n, 'training pair')}; set it to at most "
+            f"{n // 2}."
         )
 
     # take at most a tenth of the samples of each chosen shard, or use all shards
@@ -211,7 +212,7 @@ def open_order(
         window = interleave.streams * interleave.block
         if saved is None and window < min(WINDOW, int(manifest.sizes.sum())):
             log.warning(
-                "data.cache_gb=%g limits the shuffle buffer to %s samples: raise it to mix batches better",
+                "data.cache_gb=%g limits the shuffle buffer to %s samples: raise data.cache_gb to mix batches better",
                 data.cache_gb,
                 f"{window:,}",
             )
@@ -222,7 +223,7 @@ def open_order(
     if order.last_batch_size < 2:
         raise UserError(
             f"data.batch_size={data.batch_size} leaves one of {order.n} samples for an epoch's last batch, which "
-            "would then have no negatives. Choose another batch size or data.drop_last=true."
+            "would have no negatives. Choose another data.batch_size, or set data.drop_last=true."
         )
     return order
 

@@ -119,8 +119,8 @@ class WorkerPool:
             except _WorkerFailure as error:
                 failures += 1
                 if failures == MAX_FAILURES:
-                    raise UserError(f"{error} ({failures} times in a row).") from error
-                log.warning("%s; replacing the process (attempt %d of %d)", error, failures, MAX_FAILURES - 1)
+                    raise UserError(f"{error}. This has happened {failures} times in a row.") from error
+                log.warning("replacing a loader process (attempt %d of %d). %s", failures, MAX_FAILURES - 1, error)
             failed = workers[number]
             failed.stop()
             workers[number] = _start_worker(self._work, self._options)
@@ -130,7 +130,8 @@ class WorkerPool:
 
 def _start_worker(work: Callable[[Any], Any], options: LoaderOptions) -> _Worker:
     """Start a worker; raise UserError if this machine does not allow it."""
-    with explained("A loader process cannot be started", "lower data.workers, or raise the limit on processes"):
+    fix = "lower data.workers (or --workers), or raise the limit on processes (ulimit -u)"
+    with explained("A loader process cannot be started", fix):
         try:
             return _Worker(work, options)
         except OSError as error:
@@ -195,7 +196,7 @@ class _Worker:
             cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             advice = ""
             if code == -signal.SIGKILL:
-                advice = "; lower data.workers if memory ran out"
+                advice = "; if memory ran out, lower data.workers (or --workers)"
             elif code == -signal.SIGBUS:
                 advice = f"; {fix_of_shared_memory()}"
             raise _WorkerFailure(f"A loader process died while the run waited for {waited_for}: {cause}{advice}")

@@ -188,7 +188,7 @@ class Communicator:
         if self.world_size == 1:
             return Pending(x)
         if x.shape[0] % self.world_size:
-            raise ValueError(f"reduce_scatter of {x.shape[0]} rows over {self.world_size} ranks: not divisible")
+            raise ValueError(f"reduce_scatter: {x.shape[0]} rows are not divisible by {self.world_size} ranks")
         result = x.new_empty((x.shape[0] // self.world_size, *x.shape[1:]))
         return self._begin("reduce_scatter", x, purpose, result, reduce_scatter_single, x.contiguous())
 

@@ -58,7 +58,7 @@ def read_environment(env: MutableMapping[str, str] = os.environ) -> RankEnvironm
     if not are_numbers or int(values[0]) >= int(values[2]):
         settings = ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
         raise UserError(
-            f"The values {settings} do not describe a rank; start with a launcher, which sets these variables."
+            f"The values {settings} do not describe a rank; start the run with a launcher, which sets these variables."
         )
     rank, local_rank, world_size = values
     return RankEnvironment(int(rank), int(local_rank), int(world_size))
@@ -96,7 +96,7 @@ def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
         env["LOCAL_RANK"] = str(environment.local_rank)
         env["WORLD_SIZE"] = str(environment.world_size)
     elif names in (_TORCH, _SLURM):
-        raise UserError("MASTER_ADDR and MASTER_PORT, the address of rank 0, are not set: start with a launcher.")
+        raise UserError("MASTER_ADDR and MASTER_PORT, the address of rank 0, are not set: set them on each rank.")
 
 
 def find_gpus(devices: Path = Path("/dev")) -> list[str]:
@@ -134,7 +134,8 @@ def refuse_missing_gpus(torch_build: str) -> None:
             f"{socket.gethostname()} has GPUs ({', '.join(gpus)}), but torch cannot use them: this is {torch_build}, "
             f"and NVIDIA's driver is {driver[0] if driver else 'not loaded'}. Check nvidia-smi and "
             "CUDA_VISIBLE_DEVICES; install a newer driver, or torch for an older CUDA: pip install 'torch<2.16' "
-            "torchvision --index-url https://download.pytorch.org/whl/cu126. DS_ACCELERATOR=cpu trains on the CPU."
+            "torchvision --index-url https://download.pytorch.org/whl/cu126. To train on the CPU, set "
+            "DS_ACCELERATOR=cpu."
         )
     for parent in psutil.Process().parents():
         with suppress(psutil.Error):  # the process has ended

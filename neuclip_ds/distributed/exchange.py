@@ -31,7 +31,7 @@ def decode(message: Tensor, rank: int) -> Any:
     except (ValueError, RecursionError) as error:
         raise UserError(
             f"Rank {rank} sent bytes that are not JSON ({error}): another program takes part in the run's collectives. "
-            "Train on a network that only its users can reach."
+            "Train on a network that other programs cannot reach."
         ) from error
 
 

@@ -216,9 +216,9 @@ def _choose_device(local_rank: int) -> None:
     count = accelerator.device_count()
     if local_rank >= count:
         raise UserError(
-            f"{socket.gethostname()} shows {counted(count, 'GPU')}, too few for local rank {local_rank}: start one "
-            "rank per GPU (slots in the hostfile), and let each rank see all GPUs (srun --gpus-per-node, not "
-            "--gpus-per-task)."
+            f"{socket.gethostname()} shows this rank {counted(count, 'GPU')}, too few for local rank {local_rank} (the "
+            "first is 0): start one rank per GPU (slots in the hostfile), and let each rank see all GPUs of its node "
+            "(srun --gpus-per-node, not --gpus-per-task)."
         )
     accelerator.set_device(local_rank)
 
@@ -250,8 +250,8 @@ def _fingerprint(task: str) -> dict[str, str]:
         devices += f" {'.'.join(map(str, torch.cuda.nccl.version()))}"
     return {
         "devices": devices,
-        "version of the libraries": f"{_torch_build()}, deepspeed {deepspeed.__version__}",
-        "neuclip_ds": code.hexdigest()[:12],
+        "library versions": f"{_torch_build()}, deepspeed {deepspeed.__version__}",
+        "code of neuclip_ds": code.hexdigest()[:12],
         "config": task,
     }
 
@@ -286,7 +286,7 @@ def open_store(rank: int, timeout: timedelta = TIMEOUT, serve: bool = True) -> d
     except (OSError, dist.DistError) as error:
         if is_server:
             problem = "cannot listen"
-            fix = "that no other run uses the port (the launcher's --master_port)"
+            fix = "that no other run uses the port, or choose another one (the launcher's --master_port)"
         else:
             problem = f"waited {timeout.total_seconds():.0f} s for rank 0"
             fix = "rank 0's log, the address (the launcher's --master_addr) and the firewall"
@@ -466,7 +466,7 @@ def _compare(store: dist.Store, world_size: int, timeout: timedelta) -> _Verdict
             return verdict(f"rank {rank} on {arrival.host}: {arrival.problem}")
         if former is not None and not _torchrun_serves():  # torchrun may have restarted the rank
             return verdict(
-                f"Two processes are rank {rank}, on {former.host} and {arrival.host}: give each node its own "
+                f"Two processes are rank {rank}, on {former.host} and {arrival.host}: give each node a different "
                 "--node_rank."
             )
         first = first or arrival
@@ -487,8 +487,8 @@ def _find_difference(first: _Arrival, other: _Arrival) -> str:
         lines = [line for line in [*header_and_lines][3:] if not line.startswith("@@")]
         changes = " ".join(lines)[:_MAX_CHANGES]
         return (
-            f"Rank {other.rank} on {other.host} differs from rank {first.rank} on {first.host} in {name} ({changes}): "
-            "start all nodes with the same files, options and number of slots."
+            f"Rank {other.rank} on {other.host} differs from rank {first.rank} on {first.host} in its {name} "
+            f"({changes}): use the same code, libraries, options and number of slots on all nodes."
         )
     return ""
 
@@ -517,6 +517,6 @@ def read_hostfile(path: Path) -> dict[str, int]:
     if not path.is_file():
         raise UserError(f"The hostfile {path} does not exist; hostfiles/ has examples.")
     if path.read_bytes().startswith(codecs.BOM_UTF8):
-        raise UserError(f"DeepSpeed reads the byte order mark of {path} as part of a name; save it without the mark.")
+        raise UserError(f"DeepSpeed reads the byte order mark of {path} as part of a name; save the file without it.")
     with explained(f"DeepSpeed cannot read the hostfile {path}", "write one line `NAME slots=N` for each node"):
         return dict(fetch_hostfile(path))

@@ -133,7 +133,7 @@ class Engine:
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"A micro-batch of {size} pairs with captions of {context_length} tokens does not fit in the device's "
-                "memory: lower data.micro_batch, set model.activation_checkpointing, or use a higher ZeRO stage."
+                "memory: lower data.micro_batch, set model.activation_checkpointing=true, or use a higher ZeRO stage."
             ) from error
         assert not update.applied
         self.set_counters(counters)

@@ -35,7 +35,9 @@ def check_engine_config(engine_config: dict[str, Any], name: str) -> None:
         DeepSpeedConfig(copy.deepcopy(one_rank))
     except Exception as error:  # DeepSpeed raises errors of many types
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"DeepSpeed refuses deepspeed={name}: {reason}") from error
+        raise UserError(
+            f"DeepSpeed rejects the config deepspeed={name} ({reason}); correct its JSON, or use another config."
+        ) from error
 
 
 def start_engine(

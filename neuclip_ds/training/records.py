@@ -34,7 +34,7 @@ def wait_for_requests_of_all(communicator: Communicator, done: int) -> None:
         if time.monotonic() > deadline:
             raise UserError(
                 f"A hook has set loop.stop_requested on {requests} of {communicator.world_size} ranks after step "
-                f"{done}: it must set it on all ranks after the same step."
+                f"{done}: change the hook so that it sets stop_requested on all ranks after the same step."
             )
         time.sleep(0.1)
         requests = communicator.count(name, 0)

@@ -130,8 +130,8 @@ def _check_reference(checkpoint: Path, recovered: Mapping[str, Any], data: Mappi
     job = data.get("features", {}).get(REFERENCE)
     if recovered_job != job:
         raise UserError(
-            f"{checkpoint} contains u of a different objective.reference_model: set this option to the "
-            "folder of features that the recovery used, or recover again."
+            f"{checkpoint} was recovered with a different objective.reference_model, or without one: use the reference "
+            "model of the recovery in this run, or recover again."
         )
 
 
@@ -157,7 +157,7 @@ def find_reused(context: RunContext) -> Path:
             checkpoints.extend(complete_checkpoints(folder / "checkpoints"))
         if not checkpoints:
             raise UserError(
-                f"recovery.reuse={path} contains no recovered statistics. Pass a run whose recovery is complete."
+                f"recovery.reuse={path} contains no complete checkpoint. Pass a run whose recovery is complete."
             )
         return str(max(checkpoints))
 

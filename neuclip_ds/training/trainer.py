@@ -504,13 +504,16 @@ class Loop:
         """
         newest = self.checkpoints.newest()
         done_before_skips = self.done - self.context.config.run.max_skipped_steps
-        advice = "lower optimizer.lr, or objective.npn.lr if npn_ratio_mean was outside 0.5 to 2, and start again."
+        advice = (
+            "lower optimizer.lr, or objective.npn.lr if the metric npn_ratio_mean was below 0.5 or above 2, and start "
+            "again."
+        )
         if newest is None:
             raise TrainingDiverged(f"{problem}, and there is no checkpoint to return to: {advice}")
         if done_before_skips <= self._done_at_rollback:
             raise TrainingDiverged(f"{problem}, which also happened before the return to {newest.name}: {advice}")
         self._done_at_rollback = self.done
-        raise RollBack(f"{problem}: the run returns to {newest.name}.", newest)
+        raise RollBack(f"{problem}. The run returns to {newest.name}.", newest)
 
     def _run(self, hooks: Sequence[Hook], evaluator: Evaluator | None) -> bool:
         context = self.context
@@ -592,8 +595,8 @@ class Loop:
         compiled_now = self.context.compilation
         if compiled_now != self._compiled_before:
             message = (
-                f"The run resumes with model.compile={compiled_now} instead of {self._compiled_before}: results can "
-                "differ by rounding and in their dropout masks."
+                f"The run resumes with model.compile={compiled_now} instead of {self._compiled_before}: rounding and "
+                "dropout masks can differ from those of an uninterrupted run."
             )
             self.events.add(self.done + 1, "compilation_changed", message, level=logging.INFO, shared=True)
         for hook in named_hooks.values():

@@ -152,7 +152,7 @@ def test_a_failed_prefetch_is_logged_and_left_to_the_readers(http: Files, tmp_pa
     with prefetcher(cache, order, shards):
         wait_for(lambda: held(tmp_path) == set(range(SHARDS)) - {3, 6})
     logged = log_file.read_text()
-    assert "cannot prefetch a shard" in logged and "00003.tar" in logged and "/nowhere/00006.tar" in logged
+    assert "could not be prefetched" in logged and "00003.tar" in logged and "/nowhere/00006.tar" in logged
     with pytest.raises(FetchError, match="does not exist"):
         cache.path(shards[3].path, SIZE)
 

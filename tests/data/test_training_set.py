@@ -139,6 +139,11 @@ def test_invalid_sources_are_refused(sources, words):
         DataConfig.model_validate({"train": sources})
 
 
+def test_a_mixture_refuses_drop_last():
+    with pytest.raises(ValueError, match="drop_last has no effect on a mixture of sources"):
+        DataConfig.model_validate({"train": [{"path": "a"}, {"path": "b"}], "drop_last": True})
+
+
 @pytest.mark.parametrize("path", ["/a/{a,b}.tar", "/a,b", "/a/[ab].tar", "[ab].tar", "a::b", "7"])
 def test_a_path_as_an_option_stays_as_it_is(path):
     assert parse(["demo", f"--data.train={path}"]).config.data.train == path

@@ -200,7 +200,7 @@ def test_recipes_may_have_empty_sections_and_other_encodings(encoding: str, tmp_
 
 @pytest.mark.parametrize(
     ("zero", "words"),
-    [('{"stage": "two"}', "zero_optimization.stage"), ('{"allgather_bucket_size": "x"}', "DeepSpeed refuses")],
+    [('{"stage": "two"}', "zero_optimization.stage"), ('{"allgather_bucket_size": "x"}', "DeepSpeed rejects")],
 )
 def test_all_ranks_refuse_an_invalid_engine_config(zero: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "engine.json").write_text(f'{{"zero_optimization": {zero}}}')

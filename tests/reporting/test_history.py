@@ -63,5 +63,5 @@ def test_times_without_a_zone_and_dates_among_the_options_are_no_error(tmp_path:
 
 def test_a_run_that_is_longer_than_its_config_is_refused() -> None:
     check_length(141, 141)
-    with pytest.raises(UserError, match=r"329 steps, more than the 141 .* raise them"):
+    with pytest.raises(UserError, match=r"329 steps, more than the 141 .* raise max_steps"):
         check_length(329, 141)

@@ -229,11 +229,11 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "checkpointing": ([*HEADS, *STORED, "model.activation_checkpointing=true"], "has no effect with"),
     "patch drop": ([*LIT, "model.vision.trainable=projection", "model.vision.patch_drop=0.5", STORED[0]], "no effect"),
     "augmentation": ([*HEADS, *STORED, "data.augment.gray_scale_prob=0.5"], r"data\.augment has no effect"),
-    "random crops": ([*HEADS, *STORED, "data.crop_scale=0.9"], r"set data\.crop_scale=1, or embed .* --crops"),
+    "random crops": ([*HEADS, *STORED, "data.crop_scale=0.9"], r"set data\.crop_scale=1, or run .*--crops"),
     "other crops": ([*HEADS, "data.image_features=crops", "data.crop_scale=0.9"], r"crop scale 0\.5"),
     "one caption": (
         [*HEADS, "data.text_features=one_caption"],
-        "contains features of one caption per sample.*--all-captions",
+        "contains features of only one caption per sample.*--all-captions",
     ),
     "joint features": ([*HEADS, "data.image_features=joint"], "contains joint features, but .* before the projection"),
     "no texts": ([*HEADS, "data.text_features=images"], "contains no text features"),
@@ -250,7 +250,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
             "model.vision.trainable=frozen",
             "data.image_features=images",
         ],
-        "was computed with model.vision.image_size",
+        "was computed with values of model.vision.image_size",
     ),
     "pooling": (
         [

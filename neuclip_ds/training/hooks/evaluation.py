@@ -90,7 +90,7 @@ class EvaluateModel(Hook):
             return
         if name not in results:
             raise UserError(
-                f"run.best_metric={name} is not a metric of this run's evaluation, which measures "
+                f"run.best_metric={name} is not a metric of this run's evaluation; set it to one of "
                 f"{', '.join(scores_among(results))}."
             )
         if loop.done:
@@ -132,7 +132,7 @@ class EvaluateModel(Hook):
         if losses:
             message = (
                 f"The model after step {loop.done} scores below its start: {', '.join(losses)}. Lower optimizer.lr or "
-                "the number of steps, or blend the weights with those of the start: "
+                "the number of steps, or score blends of the start's and the new weights: "
                 f"neuclip-ds evaluate {loop.folder} --blend 0,0.25,0.5,0.75,1 --data SETS"
             )
             loop.events.add(loop.done, "below_start", message)

@@ -218,8 +218,10 @@ class WatchHealth(Hook):
         # too many in a row
         max_skipped = loop.context.config.run.max_skipped_steps
         if len(self._samples_of_skipped) >= max_skipped:
-            first_step = result.step - max_skipped + 1
-            loop.roll_back(f"steps {first_step} to {result.step} were skipped: in the last, {problem}")
+            skipped = f"step {result.step} was skipped:"
+            if max_skipped > 1:
+                skipped = f"steps {result.step - max_skipped + 1} to {result.step} were skipped: in the last step,"
+            loop.roll_back(f"{skipped} {problem}")
 
     def _report_stall(self, loop: Loop, usual_seconds: float, result: StepResult) -> None:
         """Report a step that waited too long for this rank's loader."""
@@ -257,9 +259,9 @@ class WatchHealth(Hook):
     def _report_spike(self, loop: Loop, spike: Spike, result: StepResult) -> None:
         indices = self._global_batch(loop)
         message = (
-            f"step {result.step}: loss {result.loss:.4g} is far above its usual level {spike.level:.4g} (deviation "
-            f"{spike.deviation:.2g}); {_shown_metrics(result.metrics)}; {_first_samples(indices)}. If spikes recur, "
-            "lower optimizer.lr or set optimizer.max_grad_norm."
+            f"step {result.step}: loss {result.loss:.4g} is far above its usual level {spike.level:.4g} (usual "
+            f"deviation {spike.deviation:.2g}); {_shown_metrics(result.metrics)}; {_first_samples(indices)}. If spikes "
+            "recur, lower optimizer.lr, or clip gradients with optimizer.max_grad_norm."
         )
         loop.events.add(result.step, "loss_spike", message, indices, shared=True)
 

@@ -129,7 +129,7 @@ class WriteReport(Hook):
             log.info("report: %s", write_report(loop.folder))
         except Exception as error:
             log.warning(
-                "report.html could not be written (%s: %s); run the same command to try again",
+                "report.html could not be written (%s: %s); run the training command again to retry",
                 type(error).__name__,
                 error,
             )
