@@ -173,7 +173,7 @@ def _data_lines(config: Config, manifest: Manifest, order: BatchOrder) -> list[s
     streams = counted(order.interleave.streams, "shard stream")
     lines = [
         f"data       {manifest.n:,} samples in {counted(manifest.n_shards, 'shard')}, {manifest.n_bad:,} incomplete",
-        f"checksums  {'of every sample' if manifest.has_checksums else 'none (`neuclip-ds build-manifest` adds them)'}",
+        f"checksums  {'of every sample' if manifest.has_checksums else 'none; build-manifest computes them'}",
         f"steps      {steps:,} ({order.steps_per_epoch:,} per epoch, {streams})",
         *(f"warning    {warning}" for warning in config_warnings(config, steps)),
     ]
