@@ -169,8 +169,8 @@ def test_a_locked_pretrained_tower_has_no_projection_of_its_own() -> None:
 def test_frozen_random_weights_are_reported() -> None:
     warnings = config_warnings(config_of(model={"text": {"trainable": "frozen"}}), 1000)
     assert warnings == [
-        "model.text.trainable=frozen freezes random weights: set model.pretrained or model.text.pretrained, or train the "
-        "tower (model.text.trainable=all)."
+        "model.text.trainable=frozen freezes random weights: set model.pretrained or model.text.pretrained, or train "
+        "the tower (model.text.trainable=all)."
     ]
     pretrained = validate({"model": {"text": {"trainable": "frozen"}, "pretrained": "weights"}})
     assert config_warnings(pretrained, 1000) == []
