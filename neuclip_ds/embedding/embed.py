@@ -116,7 +116,7 @@ class Parts:
 
     def _check_identity(self, path: Path, identity: Mapping[str, Any], manifest: Manifest) -> None:
         """Raise UserError if the file describes a different job; the dataset may have grown since it was written."""
-        with explained(f"{path} cannot be read", "choose another --out, or delete it"):
+        with explained(f"{path} cannot be read", f"choose another --out, or delete {self.folder}"):
             stored = json.loads(path.read_text(encoding="utf-8"))
             shards = stored["shards"]
             expected = {**identity, "shards": shards, "data": manifest.hash_of_first(shards)}

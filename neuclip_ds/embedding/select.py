@@ -123,9 +123,7 @@ def _open(files: Sequence[Path]) -> ds.Dataset:
         return ds.dataset([str(file) for file in files], format="parquet")
     except (OSError, ValueError, pa.ArrowException):
         for file in files:
-            with explained(
-                f"{file} cannot be read as parquet", "write or download it again, or omit it from the files to filter"
-            ):
+            with explained(f"{file} cannot be read as parquet", "write or download the file again, or omit it"):
                 pq.read_schema(file)
         raise
 

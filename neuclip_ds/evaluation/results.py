@@ -45,7 +45,7 @@ class Results:
             if self._model_path.is_file():
                 scored_model = json.loads(self._model_path.read_text(encoding="utf-8"))
             if scored_model != json.loads(json.dumps(model)):
-                other = "model.json, which names it, is missing"
+                other = "model.json, which names the model, is missing"
                 if scored_model is not None:
                     other = ", ".join(f"{name}: {value}" for name, value in scored_model.items())
                 raise UserError(

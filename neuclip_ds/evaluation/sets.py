@@ -177,7 +177,10 @@ def open_labeled(path: Path) -> EvaluationSet:
         labeled_set = replace(labeled_set, class_names=class_names, templates=templates)
     for template in labeled_set.templates:
         if PLACEHOLDER not in template:
-            raise UserError(f"{path / _TEMPLATES}: the template '{template}' lacks {PLACEHOLDER} for the class name.")
+            raise UserError(
+                f"{path / _TEMPLATES}: the template '{template}' lacks {PLACEHOLDER}, the place of the class name; "
+                "add it."
+            )
     # ranks with different numbers of prompts would wait for each other forever
     prompts = "\0".join([*labeled_set.class_names, *labeled_set.templates])
     contents = (labeled_set.contents, len(labeled_set.class_names), zlib.crc32(prompts.encode("utf-8", "replace")))

@@ -585,7 +585,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
             if current is function:
                 raise
             log.warning(
-                "The loss runs without compilation and slower, because torch.compile fails: %s",
+                "The loss runs uncompiled, and therefore slower, because torch.compile fails: %s",
                 str(error).partition("\n")[0],
             )
             current = function

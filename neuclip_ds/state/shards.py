@@ -33,7 +33,7 @@ from neuclip_ds.state.tensor_file import BytesFile, StateFile, TensorFile, row_c
 INDEX = "index.json"
 TABLE = "table"  # kind of the row tables' tensors, which are named TABLE/TENSOR
 _REPLICATED = "whole"  # end of a replicated tensor's key
-_FIX = "restore it, or delete its checkpoint to resume from an older one"
+_FIX = "restore the file, or delete its checkpoint to resume from an older checkpoint"
 
 Shards = dict[str, Tensor]
 """A rank's state shards by key."""
@@ -151,8 +151,8 @@ class ShardFiles:
             next_row = high
         if next_row < stop:
             raise UserError(
-                f"{self.folder} lacks the rows [{next_row}, {stop}) of {name} ({kind}): it was written with other data "
-                "or settings, or files are missing; restore the folder, or start a new run (--run.name)."
+                f"{self.folder} lacks the rows [{next_row}, {stop}) of {name} ({kind}): the folder was written with "
+                "other data or settings, or files are missing; restore the folder, or start a new run (--run.name)."
             )
         if not pieces:
             return torch.empty(0, device="cpu")

@@ -380,7 +380,7 @@ def test_without_a_compiler_the_functions_run_uncompiled(
             assert_compiled_equals_uncompiled(monkeypatch, PairLoss(), individual=False, columns=7)
     messages = [record.getMessage() for record in caplog.records]
     assert messages == 2 * [
-        "The loss runs without compilation and slower, because torch.compile fails: no C compiler"
+        "The loss runs uncompiled, and therefore slower, because torch.compile fails: no C compiler"
     ], "once per function"
 
 
