@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 _SAME = 0.05  # largest accepted distance between a row's features in the two passes, which differ only by rounding
 _ONCE_EACH = (
-    "run features() with one add() for each micro-batch, then loss() once, and then gradients() with one backward() for "
-    "each micro-batch"
+    "run features() with one add() for each micro-batch, then loss() once, and then gradients() with one backward() "
+    "for each micro-batch"
 )
 
 
