@@ -168,7 +168,10 @@ def feature_tables(folder: Path) -> list[Path]:
 
 def _files(source: Path) -> list[Path]:
     if (source / EMBEDDING).is_file():
-        return feature_tables(source)
+        tables = feature_tables(source)
+        if not tables:
+            raise UserError(f"{source} contains no complete part yet: let neuclip-ds embed finish first.")
+        return tables
     files = []
     if source.is_dir():
         with explained(f"{source} cannot be listed", "check the folders and their permissions"):

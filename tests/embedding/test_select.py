@@ -106,6 +106,12 @@ def test_a_file_that_is_not_parquet_is_named(tmp_path: Path, pool: Path, name: s
         select([pool, tmp_path / name], "score", Rule(minimum=0.0), tmp_path / "kept.npy")
 
 
+def test_features_without_a_complete_part_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "embedding.json").write_text("{}")
+    with pytest.raises(UserError, match="contains no complete part yet"):
+        select([tmp_path], "similarity", Rule(top=0.5), tmp_path / "kept.npy")
+
+
 def test_linked_folders_count_and_hidden_files_do_not(tmp_path: Path, pool: Path) -> None:
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "._a.parquet").write_bytes(b"\0\5\x16\7")
