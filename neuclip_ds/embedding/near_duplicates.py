@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from neuclip_ds.data.feature_parts import EMBEDDING, PART_SUFFIX, map_part
 from neuclip_ds.data.uids import UidArray, parse_uid
@@ -30,8 +31,9 @@ def drop_near_duplicates(
     Larger values in `column` take precedence; near-duplicates have a cosine similarity of at least `threshold`. Writes
     a CSV file with a line for each dropped sample to `list_path`: its uid, the uid of a near sample that was kept
     before it, and their cosine similarity. The kept sample is the nearest one in earlier chunks or, if none of them is
-    near, in the same chunk. All n features stay in memory, in their stored dtype; chunks of `chunk` samples are
-    compared at once. Raises UserError if a folder contains no features or cannot be read, or if widths differ.
+    near, in the same chunk. Features that are not normalized, such as those of a single encoder, are normalized for the
+    comparison. All n features stay in memory, in their stored dtype; chunks of `chunk` samples are compared at once.
+    Raises UserError if a folder contains no features or cannot be read, or if widths differ.
     """
     row_of_uid = {}
     for row, (high, low) in enumerate(uids.tolist()):
@@ -114,7 +116,7 @@ def _parts(folders: Sequence[Path], column: str) -> Iterator[tuple[pa.Table, NDA
 
 
 def _nearest_kept(features: Tensor, threshold: float, chunk: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Find the rows of (n, d) L2-normalized features to drop, which are near a feature that was kept before them.
+    """Find the rows of (n, d) features to drop, which are near a feature that was kept before them.
 
     Returns:
         For each row, a near row that was kept before it, (n,), as in `drop_near_duplicates`, and their cosine
@@ -128,6 +130,7 @@ def _nearest_kept(features: Tensor, threshold: float, chunk: int) -> tuple[NDArr
     cosines = torch.zeros(len(features))
     for start in range(0, len(features), chunk):
         block = features[start : start + chunk].to(device)
+        block = normalize(block.float(), dim=1).to(features.dtype)
 
         # compare the block with the features kept from earlier blocks
         best = torch.full((len(block),), -torch.inf, device=device)

@@ -128,10 +128,13 @@ def noisy_clusters(count: int, dtype: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_of_near_duplicates_the_best_stays(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize("normalized", [True, False])  # features of a single encoder are not normalized
+def test_of_near_duplicates_the_best_stays(tmp_path: Path, dtype: str, normalized: bool) -> None:
     """Chunks of 16 rows give the same result as a loop over all pairs."""
     count = 120
     image = noisy_clusters(count, dtype)
+    norms = np.ones(count) if normalized else 2.0 ** np.random.default_rng(2).integers(-3, 4, count)
+    stored = (image * norms[:, None]).astype(dtype)
     scores = np.random.default_rng(1).uniform(0, 1, count)
     uids = [uid(index) for index in range(count)]
     uids[7] = "none"
@@ -144,7 +147,7 @@ def test_of_near_duplicates_the_best_stays(tmp_path: Path, dtype: str) -> None:
             "uid": pa.array([uids[row] for row in rows]),
             "similarity": pa.array(scores[rows]),
         }
-        write_part(features, FeaturePart(job="", shard=part, samples=len(rows), index=rows, image=image[rows, None]))
+        write_part(features, FeaturePart(job="", shard=part, samples=len(rows), index=rows, image=stored[rows, None]))
         pq.write_table(pa.table(columns), features / f"part-{part:08d}.parquet")
 
     # the reference visits the rows by decreasing score
