@@ -105,6 +105,7 @@ def test_nccl_variables_are_set_before_ranks_connect(monkeypatch: pytest.MonkeyP
     with pytest.raises(KeyError):
         trainer.train(parse(["demo", "--run.deterministic=true"]).config, RankEnvironment(0, 0, 1))
     assert found == ["Ring", "1"], "the user's choice stays"
+    assert "NCCL_ALGO" not in os.environ, "a later run must not inherit it"
 
 
 def test_an_operation_without_a_deterministic_algorithm_is_named() -> None:
