@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from os import PathLike
@@ -20,6 +21,7 @@ from neuclip_ds.config import Config
 from neuclip_ds.data.images import EvalTransform
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import read_environment
+from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
 from neuclip_ds.recipe import recipe_config
 from neuclip_ds.reporting.log import restored_logging
@@ -32,13 +34,16 @@ OneImage = str | PathLike[str] | bytes | Image.Image | NDArray[np.uint8] | Tenso
 """One image, in any form that `Model.encode_images` accepts."""
 
 _ENCODED_AT_ONCE = 64  # at most; images or texts
+_DEFAULT_NAME = "run"  # of a run whose config names neither the run nor a recipe
+
+_training = threading.RLock()  # held while a thread trains
 
 
 def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any) -> Run:
     """Train a model as `neuclip-ds train` does, on all ranks of a distributed launch or only in this process.
 
     Args:
-        recipe: a recipe's name, the path of a YAML file, or a config.
+        recipe: a recipe's name, the path of a YAML file, or a config, whose `run.name` is `run` by default.
         hooks: `Hook` objects, whose methods are called before and after training steps.
         overrides: options that override the recipe's, nested or dotted: `optimizer={"lr": 1e-3}` or
             `**{"optimizer.lr": 1e-3}`. They cannot be combined with a config.
@@ -47,7 +52,7 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
         The run, which is complete unless a hook stopped it.
 
     Raises:
-        UserError: the config or the data cannot be used.
+        UserError: the config or the data cannot be used, or another thread trains.
         TrainingDiverged: losses or gradients stay non-finite, or replicated state differs between ranks.
         Interrupted: Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP stopped the run, which saved a checkpoint if training had
             started.
@@ -65,10 +70,12 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
                 f"A Config already contains all options: set {names} in it, or pass a recipe's name instead."
             )
         config = recipe
+        if config.run.name is None:
+            config = config.model_copy(update={"run": config.run.model_copy(update={"name": _DEFAULT_NAME})})
     else:
         config = recipe_config(recipe, overrides)
     folder = (config.run.output_dir / str(config.run.name)).absolute()  # the caller may change the working folder later
-    with restored_logging(), _default_settings():
+    with _one_thread(), restored_logging(), _default_settings():
         trainer.train(config, read_environment(), [*optional_hooks(config), *hooks])
     # frees the model, and the process group, for whose threads a process that the caller forks would wait forever
     gc.collect()
@@ -103,6 +110,17 @@ def load(model: str | PathLike[str], device: torch.device | str | None = None, *
 def _this_rank(device: torch.device) -> Communicator:
     """Return a communicator that sends nothing: a program may load and use a model on some of its ranks only."""
     return Communicator(device).single_rank()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Raise `UserError` if another thread trains: the process group and the random state belong to the process."""
+    if not _training.acquire(blocking=False):
+        raise UserError("Another thread of this process is training: wait for it, or train in another process.")
+    try:
+        yield
+    finally:
+        _training.release()
 
 
 @contextmanager

@@ -9,7 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
@@ -24,6 +25,7 @@ import neuclip_ds
 from neuclip_ds.checkpoint.saved_model import open_model, read_result
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.stop_signals import STOP_SIGNALS
+from neuclip_ds.recipe import recipe_config
 
 SMALL = {
     "model.vision.image_size": 16,
@@ -81,31 +83,45 @@ def run(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> neuclip_ds.Ru
     return run
 
 
+def call_in_thread(work: Callable[[], object]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result()
+
+
 def test_a_run_works_outside_the_main_thread(shards: Path, tmp_path: Path) -> None:
     """Python allows signal handlers only in the main thread."""
     where = {"run": {"output_dir": tmp_path, "name": "run"}, "data.train": str(shards), "data.val": ""}
-    thread = threading.Thread(target=lambda: neuclip_ds.train("demo", **{**SMALL, **where}))
-    thread.start()
-    thread.join()
+    raised: list[neuclip_ds.UserError] = []
+
+    class TrainsToo(neuclip_ds.Hook):
+        def start(self, loop) -> None:  # in another thread than this one
+            with pytest.raises(neuclip_ds.UserError, match="Another thread of this process is training") as caught:
+                call_in_thread(lambda: neuclip_ds.train("demo"))
+            raised.append(caught.value)
+
+    call_in_thread(lambda: neuclip_ds.train("demo", hooks=[TrainsToo()], **{**SMALL, **where}))
     assert (tmp_path / "run" / "checkpoints").is_dir()
+    assert len(raised) == 1
 
 
 def test_a_run_does_not_depend_on_the_callers_settings(
     run: neuclip_ds.Run, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    where = {"run": {"output_dir": "runs", "name": "run"}, "run.log_every": 1, "data.train": str(shards)}
+    where = {"run": {"output_dir": "runs", "name": None}, "run.log_every": 1, "data.train": str(shards)}
+    config = recipe_config("demo", {**SMALL, **where})
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.set_default_dtype(torch.float64)
     try:
         with torch.inference_mode():
-            other = neuclip_ds.train("demo", **{**SMALL, **where})
+            other = neuclip_ds.train(config)
         assert dist.is_initialized()
         assert torch.get_default_dtype() == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
         dist.destroy_process_group()
     monkeypatch.chdir("/")
+    assert other.folder == tmp_path / "runs" / "run"
     assert other.results["loss"] == run.results["loss"]
 
 
