@@ -23,6 +23,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import read_environment
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
+from neuclip_ds.losses.arithmetic import restored_tf32
 from neuclip_ds.recipe import recipe_config
 from neuclip_ds.reporting.log import restored_logging
 from neuclip_ds.reporting.metrics import read_series
@@ -132,6 +133,7 @@ def _default_settings() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
     try:
         with (
+            restored_tf32(),
             torch.random.fork_rng(gpus),
             torch.inference_mode(False),
             torch.enable_grad(),

@@ -46,7 +46,8 @@ def resolve_comm_dtype(config: Config, engine: dict[str, Any]) -> torch.dtype:
 def set_matmul_precision(config: Config, engine: dict[str, Any], device: torch.device) -> None:
     """Set and log the precision in which a GPU multiplies float32 matrices; do nothing on a CPU or for bf16 towers.
 
-    The setting applies to the whole process. The loss overrides it for its own matrix products.
+    The setting applies to the whole process until `neuclip_ds.train` ends. The loss overrides it for its own matrix
+    products.
     """
     if device.type == "cuda" and towers_dtype(engine) is torch.float32:
         torch.backends.cuda.matmul.allow_tf32 = config.model.matmul_precision == "tf32"
