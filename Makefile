@@ -1,12 +1,13 @@
-# make demo   trains a small CLIP on rendered pairs
-# make test   ruff, mypy and the tests; make test-all adds the slow ones
-# make test-gpu  the tests marked gpu on GPUs; without a GPU, some of them on the CPU
-# make docs   docs/ as pages in build/site
-# make peers  the other loaders of tools/benchmark_data.py and benchmark_streaming.py
+# make demo      trains a small CLIP model on rendered pairs
+# make test      runs ruff, mypy and the fast tests; make test-all runs the slow tests too
+# make test-gpu  runs the tests marked gpu on a GPU; without a GPU, it runs some of them on the CPU
+# make docs      builds the pages of docs/ in build/site
+# make peers     installs the other loaders that tools/benchmark_data.py and benchmark_streaming.py measure
+# make clean     deletes .venv, .cache, runs and build
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# compiling every module takes a minute, and most are never imported; Python compiles those that are
+# without --no-compile, pip would take a minute to compile every module; Python compiles modules when it imports them
 INSTALL := $(BIN)/python -m pip install -q --no-compile
 
 .PHONY: demo test test-fast test-all test-gpu check docs peers clean
@@ -14,7 +15,7 @@ INSTALL := $(BIN)/python -m pip install -q --no-compile
 demo: $(VENV)/.installed
 	$(BIN)/python train.py demo
 
-# at once, because mypy takes half a minute on one core
+# the checks and the tests run at the same time, because mypy takes half a minute on one core
 test:
 	$(MAKE) --no-print-directory --jobs=2 check test-fast
 
@@ -47,7 +48,8 @@ $(VENV)/.installed-dev: requirements.txt pyproject.toml
 	$(INSTALL) -r requirements.txt -e ".[dev]"
 	touch $(VENV)/.installed $@
 
-# MosaicML streaming's pins (numpy, transformers) contradict this project's, so it comes without its dependencies
+# MosaicML streaming requires other versions of numpy and transformers than this project, so it is installed without its
+# dependencies; the next line installs those that it needs here
 peers: $(VENV)/.installed-dev
 	$(INSTALL) --no-deps mosaicml-streaming==0.13.0
 	$(INSTALL) boto3 Brotli catalog paramiko python-snappy xxhash zstd

@@ -34,7 +34,7 @@ from neuclip_ds.training.hooks.optional import optional_hooks
 OneImage = str | PathLike[str] | bytes | Image.Image | NDArray[np.uint8] | Tensor
 """One image, in any form that `Model.encode_images` accepts."""
 
-_ENCODED_AT_ONCE = 64  # at most; images or texts
+_ENCODED_AT_ONCE = 64  # most images or texts in one batch
 _DEFAULT_NAME = "run"  # of a run whose config names neither the run nor a recipe
 
 _training = threading.RLock()  # held while a thread trains
@@ -44,16 +44,17 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
     """Train a model as `neuclip-ds train` does, on all ranks of a distributed launch or only in this process.
 
     Args:
-        recipe: a recipe's name, the path of a YAML file, or a config, whose `run.name` is `run` by default.
+        recipe: a recipe's name, the path of a YAML file, or a `Config`, whose `run.name` is `run` by default.
         hooks: `Hook` objects, whose methods are called before and after training steps.
         overrides: options that override the recipe's, nested or dotted: `optimizer={"lr": 1e-3}` or
-            `**{"optimizer.lr": 1e-3}`. They cannot be combined with a config.
+            `**{"optimizer.lr": 1e-3}`. They cannot be combined with a `Config`.
 
     Returns:
         The run, which is complete unless a hook stopped it.
 
     Raises:
         UserError: the config or the data cannot be used, or another thread trains.
+        TypeError: a config is combined with overrides.
         TrainingDiverged: losses or gradients stay non-finite, or replicated state differs between ranks.
         Interrupted: Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP stopped the run, which saved a checkpoint if training had
             started.
@@ -88,14 +89,15 @@ def load(model: str | PathLike[str], device: torch.device | str | None = None, *
 
     Args:
         model: a run's folder (for its newest checkpoint), a checkpoint, or any value that `model.pretrained` accepts.
-        device: device for the model; by default, a GPU if available.
+        device: device for the model; by default, a GPU if one is available, otherwise the CPU.
         ema: whether to load the moving average of a run's weights (`ema.decay`).
 
     Returns:
         The model in evaluation mode.
 
     Raises:
-        UserError: the model does not exist, or its files are inconsistent.
+        UserError: the model does not exist, its files are damaged or inconsistent, or `ema` is true and no average
+            was saved.
 
     Example:
         import neuclip_ds
@@ -178,6 +180,8 @@ class Run:
 class Model:
     """A dual encoder with its preprocessing, as returned by `load`.
 
+    Texts that are longer than the model's context are truncated.
+
     Attributes:
         module: the torch module; its inputs are uint8 images (b, 3, H, W) or None, and tokens (b, T) or None.
         device: device of the module.
@@ -207,13 +211,14 @@ class Model:
         """Encode images as L2-normalized float32 features of shape (n, d).
 
         Args:
-            images: one image or a sequence of n images. An image is a path, encoded bytes, a PIL image, a uint8 array
-                of shape (H, W, 3), or a uint8 tensor of shape (3, H, W) in the model's image size. A batch may also be
-                one array of shape (n, H, W, 3) or one tensor of shape (n, 3, H, W).
+            images: one image or a sequence of n >= 1 images. An image is a path, encoded bytes, a PIL image, a uint8
+                array of shape (H, W, 3), or a uint8 tensor of shape (3, H, W) in the model's image size. A batch may
+                also be one array of shape (n, H, W, 3) or one tensor of shape (n, 3, H, W).
 
         Raises:
             ValueError: an array or a tensor is not uint8, or has the wrong shape.
             DecodeError: a file or the encoded bytes do not contain a usable image.
+            OSError: a file does not exist or cannot be read.
         """
         is_one = isinstance(images, (str, PathLike, bytes, Image.Image))
         is_one = is_one or (isinstance(images, (Tensor, np.ndarray)) and images.ndim == 3)
@@ -221,7 +226,7 @@ class Model:
         return self._encoder_of(len(several)).encode_images([self._pixels(image) for image in several])
 
     def encode_texts(self, texts: str | Sequence[str]) -> Tensor:
-        """Encode one text or n texts as L2-normalized float32 features of shape (n, d)."""
+        """Encode one text or n >= 1 texts as L2-normalized float32 features of shape (n, d)."""
         several = [texts] if isinstance(texts, str) else list(texts)
         return self._encoder_of(len(several)).encode_texts(several)
 
@@ -235,9 +240,7 @@ class Model:
         without a temperature also raises `ValueError`.
         """
         if self.temperature is None:
-            raise ValueError(
-                "The model's checkpoint has no temperature: compare the features of encode_images and encode_texts."
-            )
+            raise ValueError("The model's checkpoint has no temperature: compare encoded images and texts without it.")
         logits = self.encode_images(images) @ self.encode_texts(texts).T / self.temperature
         return logits if self.bias is None else logits + self.bias
 

@@ -36,7 +36,7 @@ OPENAI_MEAN: Channels = (0.48145466, 0.4578275, 0.40821073)
 OPENAI_STD: Channels = (0.26862954, 0.26130258, 0.27577711)
 CLIP_BPE = "clip_bpe"  # a value of model.text.tokenizer
 CONFIG = "config.yaml"  # file of a run's config, in its folder and in its checkpoints
-TOKENIZER = "tokenizer"  # folder of the tokenizer of a model that is built from the config, in the same places
+TOKENIZER = "tokenizer"  # folder of the tokenizer, next to CONFIG, if the model is built from the config
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -54,13 +54,13 @@ class RunConfig(Section):
     checkpoint_every: int = Field(1000, ge=1)
     """Steps between checkpoints; another checkpoint is saved at the end of the run."""
     keep_checkpoints: int = Field(2, ge=1)
-    """Number of the newest checkpoints to keep on disk."""
+    """Number of newest checkpoints to keep on disk, in addition to the one with the best `best_metric`."""
     max_skipped_steps: int = Field(10, ge=1)
     """Number of consecutive skipped steps (with a non-finite loss or gradient) after which the run returns to its
-    newest checkpoint. The run ends if training fails at the same step again."""
+    newest checkpoint. The run ends if this happens again before training has passed these steps."""
     remote: str | None = Field(None, min_length=1)
     """Folder in a remote store, such as s3://bucket/runs. Checkpoints, metrics and logs are copied to its subfolder
-    NAME while training continues. A run resumes from there if its local checkpoints are older or absent."""
+    NAME while training continues. A run resumes from this copy if its local checkpoints are older or absent."""
     log_every: int = Field(10, ge=1)
     """Steps between lines of metrics.jsonl, and between points in TensorBoard and Weights & Biases."""
     evaluate_every: int = Field(0, ge=0)
@@ -125,7 +125,7 @@ class AugmentConfig(Section):
     def _jitter_is_used(self) -> AugmentConfig:
         default = type(self).model_fields["color_jitter"].default
         if self.color_jitter != default and not self.color_jitter_prob:
-            raise ValueError("color_jitter has no effect without color_jitter_prob; set the probability too")
+            raise ValueError("color_jitter has no effect without color_jitter_prob; set color_jitter_prob too")
         return self
 
 
@@ -135,8 +135,8 @@ class DataConfig(Section):
     weighted sources: [{path: /data/dfn, weight: 3}, {path: /data/cc12m, weight: 1}]."""
     val: Annotated[Annotated[int, Field(ge=0)] | str, Field(union_mode="left_to_right")] = "auto"
     """Held-out pairs for retrieval, in any form that `train` accepts, or the number of pairs to hold out of `train`.
-    `auto` uses the `val` folder next to `train` if it exists; otherwise it holds out 0.1% of the pairs (200 to 10,000,
-    or none if there are fewer than 2,000). An empty value disables validation."""
+    `auto` uses the `val` folder next to `train` if it exists; otherwise, it holds out 0.1% of the pairs, but at least
+    200 and at most 10,000, or none if `train` has fewer than 2,000 pairs. An empty value disables validation."""
     zero_shot: str = "auto"
     """Zero-shot set: a folder with one subfolder of images per class, or a folder in CLIP_benchmark's layout. `auto`
     uses the `zero_shot` folder next to `train` if it exists; an empty value disables zero-shot evaluation."""
@@ -162,18 +162,20 @@ class DataConfig(Section):
     json:KEY (a string or a list). Each visit to a sample draws one caption; {"txt": 0.7, "syn.txt": 0.3} draws the
     caption's source with these probabilities."""
     decoder: Literal["simplejpeg", "pil"] = "simplejpeg"
-    """Library that decodes JPEGs: simplejpeg is faster; pil produces the same pixels as open_clip."""
+    """Library that decodes JPEGs: simplejpeg is faster; pil produces open_clip's pixels. For random crops, both first
+    scale large JPEGs down to 1/2, 1/4 or 1/8, which open_clip does not do."""
     image_features: str | None = Field(None, min_length=1)
     """Folder that `neuclip-ds embed` wrote for the training data, with the image tower's pooled outputs before the
     projection. Training reads them instead of decoding images and running the tower's frozen trunk
     (docs/how-to/stored_features.md)."""
     text_features: str | None = Field(None, min_length=1)
-    """Folder with the text tower's pooled outputs, like `image_features`; training then does not tokenize captions."""
+    """Folder with the text tower's pooled outputs before the projection, in the form of `image_features`. Training then
+    does not tokenize captions or run the text tower's frozen trunk."""
     cache_dir: Path | None = None
     """Folder on each node for copies of remote shards. By default, neuclip_ds_shards-UID in the system's temporary
     folder, writable only by you."""
     cache_gb: float = Field(100, gt=0)
-    """Size limit of `cache_dir`, in GB. Each node caches the shards that it is currently reading."""
+    """Size limit of `cache_dir`, in GB. Each node caches the shards that it reads now or will read next."""
     downloads: int = Field(8, ge=1, le=1024)
     """Maximum number of concurrent prefetches of remote shards per node. In addition, loader processes fetch the shards
     that they are waiting for."""
@@ -189,11 +191,11 @@ class DataConfig(Section):
     """Samples that are shuffled together within a shard stream. By default, up to 8 million over all streams (500,000
     per node on more than 16 nodes), or fewer if their shards would not fit into `cache_gb`."""
     drop_last: bool = False
-    """Skip the samples that do not fill an epoch's last batch. Otherwise, every sample is seen exactly once per epoch,
-    and the last batch may have empty rows."""
+    """Skip the samples that do not fill an epoch's last batch. If false, every sample is seen exactly once per epoch,
+    and the last batch may have empty rows. The batches of a mixture of sources are always full."""
     max_bad_fraction: float = Field(0.01, ge=0, le=1)
-    """Fraction of bad samples above which the run stops. For the last 1,000 steps of a single rank, a limit 10 times as
-    high applies."""
+    """Largest accepted fraction of bad samples among all samples read; above it, the run stops. The run also stops if
+    more than 10 times this fraction of the samples of one rank's last 1,000 steps are bad."""
 
     @field_validator("train", "captions", mode="before")
     @classmethod
@@ -215,6 +217,12 @@ class DataConfig(Section):
         if any(have_weight) and not all(have_weight):
             raise ValueError("some sources have a weight and others do not; set all weights, or none")
         return train
+
+    @model_validator(mode="after")
+    def _mixtures_fill_their_batches(self) -> DataConfig:
+        if self.sources and self.drop_last:
+            raise ValueError("drop_last has no effect on a mixture of sources, whose batches are always full; omit it")
+        return self
 
     @property
     def sources(self) -> list[SourceConfig]:
@@ -241,12 +249,12 @@ Projection = Literal["linear", "mlp"]
 
 # options of model.text that a pretrained text encoder replaces
 REPLACED_BY_TEXT_ENCODER = ("tokenizer", "vocab_size", "width", "layers", "heads")
-# options of the towers that model.pretrained replaces, as well as model.embed_dim
+# options of the towers that model.pretrained replaces; it also replaces model.embed_dim
 REPLACED_BY_CHECKPOINT = {
     "vision": ("name", "options", "patch_drop", "mean", "std", "projection"),
     "text": (*REPLACED_BY_TEXT_ENCODER, "projection"),
 }
-# options that have the checkpoint's values by default; if they are set, position embeddings are resampled
+# options that have the checkpoint's values by default; for other values, position embeddings are resampled
 SIZES = {"vision": "image_size", "text": "context_length"}
 
 
@@ -254,8 +262,7 @@ class LoraConfig(Section):
     """LoRA adapters for the linear layers in the frozen blocks of both towers."""
 
     rank: int = Field(0, ge=0, le=1 << 12)
-    """Rank of the adapters; 0 adds no adapters. A tower with `trainable=all` or `projection` gets
-    none."""
+    """Rank of the adapters; 0 adds no adapters. A tower with `trainable=all` or `trainable=projection` gets none."""
     alpha: float = Field(16, gt=0)
     """Scale of the adapters, whose outputs are multiplied by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
@@ -293,17 +300,18 @@ class VisionConfig(TowerConfig):
     class_token_only: Literal["auto"] | bool = "auto"
     """Whether the last block computes only the class token, which gives the same feature with 7% fewer operations (in a
     ViT-B/16). `auto` does so on CPUs, for vision transformers that pool at the class token; `true` does so on GPUs too,
-    which has not been measured yet. Applies to pretrained towers too."""
+    where its speed has not been measured yet. Applies to pretrained towers too."""
     projection: Projection = "linear"
     """Projection of the image model's feature to the joint space, without biases: one `linear` layer, or an `mlp` with
     (width + d) // 2 hidden units and GELU, as in open_clip."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Additional keyword arguments of `timm.create_model`, such as patch_size, embed_dim, depth, num_heads."""
+    """Additional keyword arguments of `timm.create_model`, such as patch_size, embed_dim, depth and num_heads."""
     mean: tuple[float, float, float] | None = None
-    """Mean per channel, subtracted from pixels in [0, 1]. By default, the mean of `pretrained`, else of OpenAI's
-    CLIP."""
+    """Mean per channel, subtracted from pixels in [0, 1]. By default, the mean with which the weights in `pretrained`
+    were trained, else the mean of OpenAI's CLIP."""
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = None
-    """Standard deviation per channel, by which pixels are divided. By default, as for `mean`."""
+    """Standard deviation per channel, by which pixels are divided. By default, the standard deviation with
+    which the weights in `pretrained` were trained, else the standard deviation of OpenAI's CLIP."""
 
     def resolved_image_size(self) -> int:
         """Return the image size of a tower that is built from the config, by default 224."""
@@ -336,19 +344,19 @@ class TextConfig(TowerConfig):
     tokenizer: str | None = None
     """Folder or hub name of a transformers tokenizer, or `clip_bpe` (CLIP's English tokenizer, which needs the
     open_clip_torch package). By default, or if that package is missing, a byte-level BPE is trained on the captions. A
-    copy is saved in the run's folder and is used when the run resumes."""
+    copy of the tokenizer is saved in the run's folder and is used when the run resumes."""
     vocab_size: int = Field(49408, ge=300, le=1 << 24)
-    """Vocabulary size of the trained BPE; a named tokenizer keeps its vocabulary."""
+    """Largest vocabulary size of a BPE that is trained on the captions; other tokenizers keep their vocabularies."""
     context_length: int | None = Field(None, ge=4, le=1 << 16)
     """Number of tokens, including special tokens, to which a caption is truncated or padded. By default, the length of
     `model.pretrained`, else 77. If the length differs from the checkpoint's, the position embeddings are resampled, as
     in open_clip."""
     width: int = Field(512, ge=8, le=1 << 16)
-    """Hidden width of the transformer."""
+    """Hidden width of CLIP's text transformer."""
     layers: int = Field(12, ge=1, le=1000)
-    """Number of transformer blocks."""
+    """Number of blocks of CLIP's text transformer."""
     heads: int = Field(8, ge=1, le=1 << 16)
-    """Number of attention heads; must divide the width."""
+    """Number of attention heads in each block; must divide `width`."""
     packed: bool | Literal["auto"] = "auto"
     """Run the text tower only on the tokens of captions, without padding, which changes features only by rounding.
     `true` needs a causal tower that is pooled at EOS, such as CLIP's; `auto` packs such captions on CPUs, unless
@@ -367,11 +375,11 @@ class TextConfig(TowerConfig):
     @model_validator(mode="after")
     def _options_belong_to_the_tower(self) -> TextConfig:
         if not self.pretrained and self.pooling is not None:
-            raise ValueError("pooling has no effect without model.text.pretrained; omit it")
+            raise ValueError("pooling has no effect without model.text.pretrained; omit pooling")
         if self.pretrained:
             for name in REPLACED_BY_TEXT_ENCODER:
                 if is_given(self, name):
-                    raise ValueError(f"{name} has no effect with pretrained, whose encoder has its own; omit it")
+                    raise ValueError(f"{name} has no effect with pretrained, whose encoder has its own {name}; omit it")
         return self
 
 
@@ -411,7 +419,7 @@ class ModelConfig(Section):
     @classmethod
     def _names_what_to_compile(cls, value: Any) -> Any:
         if str(value).lower() == "true":
-            raise ValueError("true does not say what to compile; set compile=blocks")
+            raise ValueError("true does not say what to compile; use blocks or towers")
         return False if str(value).lower() == "false" else value
 
     @model_validator(mode="after")
@@ -440,10 +448,12 @@ class ModelConfig(Section):
         trained = {self.trained("vision"), self.trained("text")}
         if self.lora.rank and trained <= {"all", "projection"}:
             raise ValueError(
-                "trainable=all or projection in both towers leaves no weights for lora; freeze part of a tower"
+                "trainable=all or projection in both towers leaves no frozen blocks for lora; freeze blocks of a tower"
             )
         if not self.lora.rank and trained == {"frozen"}:
-            raise ValueError("vision.trainable and text.trainable are frozen, so nothing trains; unfreeze part of one")
+            raise ValueError(
+                "vision.trainable and text.trainable are frozen, so nothing trains; unfreeze part of a tower"
+            )
         return self
 
     def trained(self, tower: Literal["vision", "text"]) -> Trained:
@@ -518,7 +528,7 @@ class RecoveryConfig(Section):
     """Recovered state that training uses: the optimizer's moments and step count (`moments`), and each sample's u if
     the method keeps u (`statistics`)."""
     reuse: Path | None = None
-    """Run whose recovery is reused; that run must have had the same initial weights and data."""
+    """Folder of a run whose recovery is reused; that run must have had the same initial weights and data."""
 
     @model_validator(mode="after")
     def _gamma_has_a_start(self) -> RecoveryConfig:
@@ -533,8 +543,8 @@ class RecoveryConfig(Section):
 class Config(Section):
     """All options of a run, nested as in a recipe.
 
-    `train.py --help all` prints every option with its default. A config is a pydantic model; an unknown option or an
-    invalid value raises pydantic's `ValidationError`, which is a `ValueError`.
+    `neuclip-ds train --help all` prints every option with its default. A config is a pydantic model; an unknown option
+    or an invalid value raises pydantic's `ValidationError`, which is a `ValueError`.
 
     Example:
         import neuclip_ds
@@ -590,7 +600,7 @@ class Config(Section):
         return Config.__new__, (Config,), self.__getstate__()
 
     def rank_batch(self, world_size: int) -> int:
-        """Return the number of pairs that each rank processes per global batch."""
+        """Return the number of pairs per rank in a global batch; raise `UserError` if it is not a whole number."""
         batch_size = self.data.batch_size
         if batch_size % world_size:
             smaller = batch_size // world_size * world_size
@@ -601,7 +611,11 @@ class Config(Section):
         return batch_size // world_size
 
     def micro_batch(self, world_size: int) -> int:
-        """Return the number of pairs that a rank passes through the towers at a time."""
+        """Return the number of pairs that a rank passes through the towers at a time.
+
+        Raises `UserError` if the ranks do not divide the global batch, or `data.micro_batch` does not divide a rank's
+        batch.
+        """
         rank_batch = self.rank_batch(world_size)
         micro_batch = self.data.micro_batch or rank_batch
         if rank_batch % micro_batch:
@@ -629,7 +643,7 @@ def without_replaced(tree: Mapping[str, Any]) -> dict[str, Any]:
     Configs that earlier versions saved contain these options, which have no effect.
     """
     model = tree.get("model")
-    if not isinstance(model, Mapping):  # of a damaged file
+    if not isinstance(model, Mapping):  # the file is damaged
         return dict(tree)
     replaced: Mapping[str, Sequence[str]] = {}
     text = model.get("text")

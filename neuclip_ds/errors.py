@@ -11,7 +11,7 @@ from pathlib import Path
 from neuclip_ds.limits import fix_of_limit
 
 _LONGEST_CAUSE = 500  # characters of an error that a message contains
-_HEAD = 300  # of them from its start; the others are its end, where libraries name the cause
+_HEAD = 300  # how many of them are its start; the others are its end, where libraries name the cause
 _SECRETS = (
     re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)[^/\s'\"@]+(?=@)"),  # USER:PASSWORD of a URL
     re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://[^\s'\"?]*\?)[^\s'\"]+"),  # query of a URL: a signature may have any name
@@ -43,7 +43,9 @@ class UserError(Exception):
 
 
 class TrainingDiverged(Exception):
-    """Losses or gradients stay non-finite, or replicas differ; the message names step and cause. The exit code is 1.
+    """Losses or gradients stay non-finite, or replicated state differs between ranks. The exit code is 1.
+
+    The message names the step and the cause.
 
     Example:
         import neuclip_ds
@@ -72,7 +74,7 @@ class Interrupted(KeyboardInterrupt):
             number: signal number.
             where: point at which the program stopped, such as " after step 5"; part of the message.
         """
-        super().__init__(f"Stopped{where} by {signal.Signals(number).name}; the same command resumes.")
+        super().__init__(f"Stopped{where} by {signal.Signals(number).name}; to continue, run the same command again.")
         self.number = number
         self.code = 128 + number
         self._where = where

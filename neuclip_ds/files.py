@@ -25,6 +25,7 @@ from neuclip_ds.limits import fix_of_limit
 log = logging.getLogger(__name__)
 
 _CHUNK = 16 << 20
+_FIX_OF_CACHE = "set data.cache_dir or TMPDIR to another folder"
 _failures: dict[Path, int] = {}  # how often each path given to `best_effort` could not be written
 
 
@@ -62,7 +63,7 @@ def checksum_of(path: Path) -> Checksum:
 
 
 def seen_from_here(path: Path) -> Path:
-    """Return a path for messages: relative to the working directory if it is inside of it."""
+    """Return a path for messages: relative to the working directory if it is inside."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 
@@ -106,7 +107,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 def check_unused(folder: Path) -> None:
     """Raise `UserError` if the path exists and is not an empty folder."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists already and is not an empty folder; remove it or choose another one.")
+        raise UserError(f"{folder} exists already and is not an empty folder; remove it, or choose another folder.")
 
 
 @contextmanager
@@ -181,7 +182,7 @@ def read_text(path: Path) -> str:
 
 
 def json_lines(path: Path) -> list[Any]:
-    """Return the records of a JSON Lines file; first truncate the file if a killed program left a partial last line."""
+    """Return the records of a JSON Lines file; first remove a last line without a newline, left by a killed program."""
     text = path.read_bytes()
     complete_lines = text[: text.rfind(b"\n") + 1]
     os.truncate(path, len(complete_lines))
@@ -216,10 +217,11 @@ def records(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def append_lines(path: Path, lines: Iterable[str]) -> None:
-    """Append lines of JSON to a file, after removing a partial last line, which a killed program may have left.
+    """Append lines of JSON to a file.
 
-    If writing fails, for example because the disk is full, the part that was written is removed, and `OSError` is
-    raised.
+    A killed program may have left a last line without a newline: this line is kept if it is valid JSON, and removed
+    otherwise. If writing fails, for example because the disk is full, the part that was written is removed, and
+    `OSError` is raised.
     """
     text = "".join(f"{line}\n" for line in lines)
     with path.open("ab+", buffering=0) as file:
@@ -246,7 +248,11 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
 
 @contextmanager
 def explain_disk(path: Path, remedy: str = "choose another --run.output-dir") -> Iterator[None]:
-    """Turn a file-system error that occurs while writing `path` into a `UserError` that ends with `remedy`."""
+    """Turn a file-system error that occurs while writing `path` into a `UserError` that ends with `remedy`.
+
+    If the error reports a limit of this machine, such as the number of open files, the `UserError` ends with the advice
+    to raise the limit instead.
+    """
     try:
         yield
     except OSError as error:
@@ -260,15 +266,15 @@ def private_folder() -> Path:
     """Return this user's shard cache in the system's temporary folder; create the cache if it does not exist.
 
     Raises:
-        UserError: other users could have put files there.
+        UserError: the folder cannot be created, or other users could have put files there.
     """
     folder = Path(tempfile.gettempdir()) / f"neuclip_ds_shards-{os.getuid()}"
-    with explain_disk(folder, "set data.cache_dir"), suppress(FileExistsError):  # the check below reports it
+    with explain_disk(folder, _FIX_OF_CACHE), suppress(FileExistsError):  # the check below reports it
         folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     writable_by_others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or writable_by_others:
-        raise UserError(f"The shard cache {folder} is not a folder that only you can write to; set data.cache_dir.")
+        raise UserError(f"The shard cache {folder} is not a folder that only you can write to; {_FIX_OF_CACHE}.")
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Limits of the machine that loader processes may reach: open files, shared memory, and the length of TMPDIR."""
+"""Limits of the machine that loader processes may reach: open files, shared memory, and the length of TMPDIR's path."""
 
 import errno
 import os
@@ -8,10 +8,10 @@ from pathlib import Path
 from shutil import disk_usage
 
 SHARED_MEMORY = Path("/dev/shm")  # torch shares tensors between processes here
-_FEWEST_FILES = 256  # on a CPU, each of two ranks opens 79, and with more ranks more; a loader process opens 38
+_FEWEST_FILES = 256  # on a CPU, each rank opens 79 if there are two, more if more; a loader process opens 38
 _LONGEST_SOCKET = 107  # bytes of the path of a Unix socket (sun_path in sys/un.h, without the final zero)
 _SOCKET = "/pymp-xxxxxxxx/listener-xxxxxxxx"  # below TMPDIR, as multiprocessing names its sockets
-# parts of the messages of errors of torch and multiprocessing that have no errno
+# parts of the messages of torch's and multiprocessing's errors that have no errno
 _FULL = "unable to allocate shared memory"
 _TOO_MANY_FILES = ("Too many open files", "items of ancdata")  # the second: no descriptor was left to receive one
 _LONG_PATH = "AF_UNIX path too long"
@@ -22,7 +22,7 @@ _FIX_OF_SOCKETS = (
 
 
 def open_files() -> int:
-    """Return how many files this process may have open (ulimit -n)."""
+    """Return how many files this process may have open (ulimit -n); 2**30 if there is no limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 30 if soft == resource.RLIM_INFINITY else soft
 
@@ -42,7 +42,7 @@ def fix_of_limit(error: BaseException) -> str:
 def fix_of_shared_memory() -> str:
     """Return advice on enlarging shared memory, with its present size."""
     size = ""
-    if SHARED_MEMORY.is_dir():  # some systems have it elsewhere
+    if SHARED_MEMORY.is_dir():  # some systems have shared memory elsewhere
         usage = disk_usage(SHARED_MEMORY)
         size = f" ({usage.free / 1e9:,.2f} of {usage.total / 1e9:,.2f} GB are free)"
     return (
@@ -55,11 +55,12 @@ def shared_memory_shortage(needed: int) -> str | None:
     """Return a message with a fix if shared memory has fewer than `needed` bytes free, otherwise None."""
     if not SHARED_MEMORY.is_dir() or disk_usage(SHARED_MEMORY).free >= needed:
         return None
-    return f"The loaders of this node need up to {needed / 1e9:,.2f} GB (computed), but {fix_of_shared_memory()}."
+    need = f"This node's loader processes need up to {needed / 1e9:,.2f} GB of shared memory (computed)"
+    return f"{need}, but {fix_of_shared_memory()}."
 
 
 def low_limit() -> str | None:
-    """Return a message about a limit that is too low for loader processes, with its fix; None if there is none."""
+    """Return a message with the first limit that is too low for loader processes and its fix; None if all suffice."""
     if open_files() < _FEWEST_FILES:
         return f"Loader processes need {_FEWEST_FILES} open files: {_fix_of_open_files()}."
     folder = tempfile.gettempdir()

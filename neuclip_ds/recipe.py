@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, CliImplicitFlag, CliPositionalArg, CliSettingsSource, SettingsError
 
 from neuclip_ds.config import CONFIG, REPLACED_BY_CHECKPOINT, REPLACED_BY_TEXT_ENCODER, SIZES, Config, without_replaced
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, counted
 from neuclip_ds.losses.methods import METHODS, REGISTERED_OPTIONS, find_method, method_of, method_sections
 from neuclip_ds.losses.options import ObjectiveConfig, objective_config
 from neuclip_ds.losses.plugins import import_plugin
@@ -33,6 +33,7 @@ _NULL = "null"  # value of an option on the command line that removes the recipe
 _EMPTY_MAPPING = "{}"
 _MAX_PROBLEMS = 5  # problems that a message lists
 _MAX_SHOWN = 120  # characters of a value in a message
+_SEE_HELP = "`neuclip-ds train --help all` lists all options."
 
 
 class TrainCommand(Config):
@@ -46,7 +47,8 @@ class TrainCommand(Config):
     print_config: CliImplicitFlag[bool] = False
     """Print the resolved config as YAML and stop."""
     dry_run: CliImplicitFlag[bool] = False
-    """Run all checks that are possible without training, print the data, parameters, memory and traffic, and stop."""
+    """Run all checks that are possible without training, print the sizes of the data and of the model and the
+    estimated memory and traffic, and stop."""
     hostfile: Path | None = None
     """With --dry-run: plan for the nodes in this hostfile instead of the ranks of this launch."""
     gpu_memory: float | None = Field(None, gt=0)
@@ -61,14 +63,15 @@ class TrainCommand(Config):
 class Invocation(NamedTuple):
     """The parsed command line."""
 
-    command: TrainCommand  # only the switches and the recipe (None by default)
-    config: Config
+    command: TrainCommand  # its switches and its recipe (None: demo); its other options have their defaults
+    config: Config  # the recipe with all options of the command line
 
 
 def parse(argv: Sequence[str]) -> Invocation:
     """Parse a command line; dashes and underscores in options are equivalent.
 
-    Raises UserError for an invalid value, or for an unknown recipe or key; the message suggests the nearest name.
+    Raises `UserError` for an invalid value or combination of options, for a plugin that cannot be imported, and for an
+    unknown recipe or key; the message then suggests the nearest name.
     """
     import_named_plugins(argv)
     options = _command_line(argv)
@@ -77,7 +80,8 @@ def parse(argv: Sequence[str]) -> Invocation:
     command = _validate(TrainCommand, switches)
     if (command.hostfile or command.gpu_memory or command.measured) and not command.dry_run:
         raise UserError(
-            "--hostfile, --gpu-memory and --measured belong to --dry-run; pass the hosts for training to the launcher."
+            "--hostfile, --gpu-memory and --measured work only with --dry-run. To train on several hosts, pass the "
+            "hostfile to the launcher."
         )
     if command.profile:
         overrides = {"run.profile_steps": _PROFILED_STEPS, **overrides}
@@ -85,7 +89,10 @@ def parse(argv: Sequence[str]) -> Invocation:
 
 
 def import_named_plugins(argv: Sequence[str]) -> None:
-    """Import the plugins that a command line and its recipe name; raise `UserError` if one cannot be imported."""
+    """Import the plugins that a command line and its recipe name.
+
+    Raises `UserError` if a plugin cannot be imported, or if the recipe cannot be read.
+    """
     options = _command_line(argv, ignore_unknown=True)  # the plugins define options
     for plugin in options.get("plugin", []):
         import_plugin(plugin)
@@ -133,13 +140,17 @@ def recipe_summary(name: str) -> str:
         if not line.startswith("#"):
             break
         comment.append(line.removeprefix("#").strip())
-    # a period after an abbreviation, as in "et al. 2022" and "App. D", ends no sentence
+    # the period of an abbreviation, as in "et al. 2022" and "App. D", does not end a sentence
     first, *_ = re.split(r"(?<=\.)(?<!\bApp\.) (?=[A-Z])", " ".join(comment))
     return first
 
 
 def load_recipe(name: str, within: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Return a recipe as a tree with its includes merged in; `within` lists the files that include the recipe."""
+    """Return a recipe as a tree with its includes merged in; `within` lists the files that include the recipe.
+
+    Also imports the plugins that these files name. Raises `UserError` if a file is missing, invalid or includes itself,
+    or a plugin cannot be imported.
+    """
     path = _find_recipe(name, within[-1].parent if within else None)
     file = path.resolve()
     chain = (*within, file)
@@ -164,10 +175,11 @@ def load_recipe(name: str, within: tuple[Path, ...] = ()) -> dict[str, Any]:
 def override(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """Return `base` overridden by the values of `over`.
 
-    If `over` names a method, sections of `base` that this method does not use are moved to `other_methods`. If it names
-    a checkpoint or a text encoder, the options of `base` that the checkpoint or the encoder replaces are dropped. The
-    image size and the context length of `base` are dropped too, unless they belong to a checkpoint that `base` names.
-    An option that is a mapping, such as `model.vision.options`, is merged too, unless `over` clears it with null or {}.
+    If `over` names a method, sections of `base` that this method does not use are moved to `other_methods`. If `over`
+    names a checkpoint or a text encoder, the options of `base` that the checkpoint or the encoder replaces are dropped.
+    A checkpoint in `over` also drops the image size and the context length of `base`, unless `base` names a checkpoint
+    too. An option that is a mapping, such as `model.vision.options`, is merged, unless `over` clears it with null or
+    {}.
     """
     base, over = _cleared(base, over)
     model = _mapping(over, "model")
@@ -189,7 +201,7 @@ def override(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cleared(base: dict[str, Any], over: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return both trees without the mappings that `over` clears."""
+    """Return both trees without the mappings that `over` sets to null or {}."""
     for name in _mapping_options():
         *sections, key = name.split(".")
         section: Any = over
@@ -225,7 +237,10 @@ def _without_replaced_options(base: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_architecture(base: dict[str, Any], keep_sizes: bool) -> dict[str, Any]:
-    """Return a tree without the options of `model` that a checkpoint replaces."""
+    """Return a tree without the options of `model` that a checkpoint replaces.
+
+    Unless `keep_sizes` is true, the image size and the context length are omitted too.
+    """
     if "model" not in base:
         return base
     model = {name: value for name, value in _mapping(base, "model").items() if name != "embed_dim"}
@@ -247,12 +262,15 @@ def _validate(model: type[M], tree: dict[str, Any]) -> M:
     except ValidationError as error:
         problems = [_explain(problem) for problem in error.errors()[:_MAX_PROBLEMS]]
         if error.error_count() > len(problems):
-            problems.append(f"and {error.error_count() - len(problems)} more")
+            problems.append(f"and {counted(error.error_count() - len(problems), 'more problem')}")
         raise UserError(f"The config is wrong: {'; '.join(problems)}") from error
 
 
 def load_saved(path: Path) -> Config:
-    """Read the config.yaml of a run for a program that uses its model; the plugin of its loss need not be imported."""
+    """Read the config.yaml of a run for a program that uses its model; the plugin of its loss need not be imported.
+
+    Raises `UserError` if the file cannot be read or is not the config of a run.
+    """
     tree = read_options(path)
     if not (isinstance(tree, dict) and _mapping(tree, "objective")):
         raise UserError(f"{path} is not the config of a run: restore it from a copy.")
@@ -277,7 +295,7 @@ def _import_plugins(tree: Mapping[str, Any]) -> None:
 
 
 def _with_other_methods(tree: dict[str, Any]) -> dict[str, Any]:
-    """Merge into `objective` the sections of `other_methods` that the chosen method uses; drop the others."""
+    """Merge into `objective` the sections of `other_methods` that the chosen method uses; validate all, drop others."""
     objective = tree.get("objective")
     if not isinstance(objective, dict) or _OTHER_METHODS not in objective:
         return tree
@@ -286,7 +304,8 @@ def _with_other_methods(tree: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"objective.{_OTHER_METHODS}={_shown(sections)} must map sections of methods to their options.")
     for name, options in sections.items():
         if name not in method_sections():
-            raise UserError(f"unknown key objective.{_OTHER_METHODS}.{name}{nearest(name, method_sections())}")
+            hint = nearest(name, method_sections()) or f"; the sections are {', '.join(method_sections())}."
+            raise UserError(f"The config is wrong: unknown key objective.{_OTHER_METHODS}.{name}{hint}")
         reader = next(method for method in METHODS if name in METHODS[method].sections)
         _validate(objective_config(), {"method": reader, name: options})
     used = {name: options for name, options in sections.items() if name in method_of(objective).sections}
@@ -329,13 +348,14 @@ def _command_line(argv: Sequence[str], ignore_unknown: bool = False) -> dict[str
         for argument in argv:
             option = with_dashes(argument.split("=")[0])
             if argument.startswith("--") and option not in known:
-                raise UserError(f"Unknown option {_shown(option, str)}{nearest(option, known)}") from error
+                hint = nearest(option, known) or "; --help all lists all options."
+                raise UserError(f"Unknown option {_shown(option, str)}{hint}") from error
         reason = _shown(str(error).removeprefix("error parsing CLI: "), str)
-        raise UserError(f"The command line is wrong: {reason}; see --help.") from error
+        raise UserError(f"The command line is wrong: {reason}. {_SEE_HELP}") from error
 
 
 def _with_null_lists(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a tree from the command line in which a list of null, as the parser reads LIST=null, is null."""
+    """Return a tree from the command line in which None replaces [None], the parser's result for LIST=null."""
     replaced: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -381,7 +401,10 @@ def respell(argument: str, old: str, new: str) -> str:
 
 
 def _find_recipe(name: str, including_folder: Path | None) -> Path:
-    """Return the file of a recipe, given by name, by path, or relative to the folder of the recipe that includes it."""
+    """Return the file of a recipe, given by name, by path, or relative to the folder of the recipe that includes it.
+
+    Raises `UserError` if there is none.
+    """
     candidates = [RECIPES / f"{name}.yaml", Path(name)]
     if including_folder is not None:
         candidates = [including_folder / name, including_folder / f"{name}.yaml", *candidates]
@@ -412,9 +435,9 @@ def _shown(value: Any, as_text: Callable[[Any], str] = repr) -> str:
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return a hint that suggests a known name, or "".
 
-    The suggestion is a name in the same section whose last component abbreviates that of `name` by its initials or is
-    abbreviated by it (lr and learning_rate), else the most similar name, else the least nested name with the same last
-    component.
+    The suggestion is the first of these that exists: a name in the same section that abbreviates `name` by the initials
+    of its words, or that `name` abbreviates (lr and learning_rate); the most similar name; the least nested name with
+    the same last component.
     """
 
     def last_component(option: str) -> str:

@@ -51,14 +51,15 @@ class Section(BaseModel):
             if isinstance(leaf, float) and not math.isfinite(leaf):
                 raise ValueError(f"{text} is not a finite number")
             if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
-                raise ValueError("a number does not fit in 64 bits")
+                raise ValueError(f"the number {text[:50]} does not fit in 64 bits")
             if not isinstance(leaf, (type(None), float, int, str, PurePath, BaseModel)):
                 raise ValueError(f"{text[:50]} is a {type(leaf).__name__}; write it in quotes")
             if re.search("[\0\ud800-\udfff]", text):
                 raise ValueError(f"{text[:50]!r} contains a NUL character or a surrogate")
             if redact(text) != text:
                 raise ValueError(
-                    "it contains a secret: set the secret in an environment variable that the store's library reads"
+                    "the value contains a secret; remove the secret here, and set it in an environment variable that "
+                    "the store's library reads"
                 )
         return value
 
@@ -83,7 +84,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_options(path: Path) -> Any:
-    """Return the content of a YAML or .json file of options; raise `UserError` if the file cannot be read."""
+    """Return the content of a YAML or .json file of options; raise `UserError` if it cannot be read or is invalid."""
     try:
         text = path.read_bytes()
         return json.loads(text) if path.suffix == ".json" else read_yaml(text)
@@ -95,7 +96,7 @@ def read_options(path: Path) -> Any:
 
 
 def read_yaml(text: bytes | str) -> Any:
-    """Return the content of a YAML document.
+    """Return the content of a YAML document; None if it is empty.
 
     Raises `ValueError` or `yaml.YAMLError` if it is invalid. Aliases that contain themselves or expand to more than
     100,000 values are invalid, because merging and validating such options would never end.

@@ -1,4 +1,4 @@
-"""Check that messages keep the cause of an error, and that a low limit of the machine is the reason that they give."""
+"""Check that messages keep the cause of an error, and advise to raise a limit of the machine if it is the cause."""
 
 import errno
 import importlib.metadata

@@ -48,7 +48,7 @@ ENCODERS = {
     "dfn14m": encoders(4096, 78_125, 5e-4, 0.2, 500, 1e-14),
     "dfn192m": encoders(5120, 253_907, 3.125e-4, 0.2, 500, 1e-6),
     "dfn1b": encoders(5120, 195_313, 3.125e-4, 0.2, 500, 1e-6),
-    "dfn2b": encoders(5120, 9.5, 2e-4, 0.2, 13_000, 1e-6),  # not published: as laion315m, except the epochs
+    "dfn2b": encoders(5120, 9.5, 2e-4, 0.2, 13_000, 1e-6),  # not published; as laion315m, except for the epochs
 }
 PUBLISHED = [name for name in recipe_names() if name.split("_")[0] in ENCODERS]  # the other recipes are our own
 # differences from the dataset's row: AmorLIP's epochs and weight decay, and the optimizers of FastCLIP Table 10

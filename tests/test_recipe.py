@@ -123,7 +123,7 @@ def test_every_recipe_says_what_it_trains() -> None:
             for name in ("..", "../x", "/x", "a/b", "a\nb", "\x1b[1m", "a*", "")
         ),
         (["demo", "--gpu-memory=0", "--dry-run"], "gpu_memory='0': Input should be greater than 0"),
-        (["demo", "--hostfile=hostfiles/8node"], "belong to --dry-run"),
+        (["demo", "--hostfile=hostfiles/8node"], "work only with --dry-run"),
         (["demo", "--data.batch_size=few"], "data.batch_size='few'"),
         (["demo", "--data.batch_size=1"], "greater than or equal to 2"),
         (["demo", "--data.decoder=zip"], "'simplejpeg' or 'pil'"),

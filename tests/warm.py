@@ -18,7 +18,7 @@ for name in ("pytest", "hypothesis", "webdataset", "torch.utils.tensorboard", "t
 for name in ("accelerate", "lightning", "open_clip", "transformers.trainer"):  # of the tests of other training loops
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
-# what DeepSpeed loads when an engine starts: modules, one of which imports torch's compiler, and the list of operators
+# modules that DeepSpeed loads when an engine starts, one of which imports torch's compiler, and the list of operators
 for name in ("zero.muon.muon_optimizer", "superoffload.superoffload_stage3"):
     importlib.import_module(f"deepspeed.runtime.{name}")
 importlib.import_module("deepspeed.module_inject.auto_ep_layer")

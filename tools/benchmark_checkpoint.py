@@ -2,9 +2,10 @@
 
 The program trains on random pairs in fresh processes, one per rank. The columns are
 
-    GB              size of a checkpoint step s          time of a training step (median) unchecked s     time to write
-    the files and force them to disk, without checksums or reading back save s          time of the whole save, during
-    which training waits
+    GB            size of a checkpoint
+    step s        median time of a training step
+    unchecked s   time to write the files and force them to disk, without checksums and without reading the files again
+    save s        time of the whole save, during which training waits
 
 Example:
     python tools/benchmark_checkpoint.py --folder /data/scratch --models vitb32 --ranks 1 2
@@ -93,13 +94,15 @@ def measure(options: argparse.Namespace, model: str, ranks: int, folder: str) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="folder to write to (default: the folder for temporary files)")
-    parser.add_argument("--models", nargs="+", choices=_MODELS, default=["vitb32"])
-    parser.add_argument("--engine", default="zero1_bf16", help="name in ds_configs/, or a JSON file")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1])
+    parser.add_argument("--folder", type=Path, help="folder to write to (default: the system's temporary folder)")
+    parser.add_argument("--models", nargs="+", choices=_MODELS, default=["vitb32"], help="models to save")
+    parser.add_argument("--engine", default="zero1_bf16", help="DeepSpeed config: a name in ds_configs/ or a JSON file")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1], help="numbers of ranks on this machine")
     parser.add_argument("--micro", type=int, default=32, help="pairs per rank")
-    parser.add_argument("--steps", type=int, default=6, help="training steps to measure")
-    parser.add_argument("--turns", type=int, default=3, help="number of saves of each kind; the median is printed")
+    parser.add_argument("--steps", type=int, default=6, help="number of training steps to time")
+    parser.add_argument(
+        "--turns", type=int, default=3, help="number of saves, checked and unchecked; the medians are printed"
+    )
     options = parser.parse_args()
     print(machine())
     print("| model | ranks | GB | step s | unchecked s | save s |")

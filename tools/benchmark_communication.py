@@ -155,7 +155,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=640, help="pairs per rank (default: 640)")
     parser.add_argument("--dim", type=int, default=512, help="feature width (default: 512)")
     parser.add_argument(
-        "--tower-ms", type=float, default=50, help="milliseconds that the image tower takes (default: 50)"
+        "--tower-ms",
+        type=float,
+        default=50,
+        help="duration of a matrix product that replaces the image tower, in milliseconds (default: 50)",
     )
     parser.add_argument("--repeats", type=int, default=30, help="interleaved repetitions (default: 30)")
     arguments = parser.parse_args()
@@ -179,7 +182,8 @@ def main() -> None:
     for tau in ranks[0]["errors"]:
         error = max(rank["errors"][tau] for rank in ranks)
         print(
-            f"\nfeatures sent in bf16 change OpenCLIP's feature gradients at tau = {tau} by {error:.2e} of their norm."
+            f"\nIf features are sent in bf16, OpenCLIP's feature gradients at tau = {tau} change by {error:.2e} of "
+            "their norm."
         )
 
 

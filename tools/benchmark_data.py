@@ -173,7 +173,7 @@ def _visit(store: SampleStore, batches: list[Tensor], when: str) -> Iterator[str
         faults = (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / len(batches)
         low = statistics.median(times)
         high = times[int(0.95 * len(times))]
-        yield f"{verb}, {when}: {low:.2f} ms (fastest {times[0]:.2f}, 95 % below {high:.2f}), {faults:,.1f} page faults"
+        yield f"{verb}, {when}: {low:.2f} ms (fastest {times[0]:.2f}, 95% below {high:.2f}), {faults:,.1f} page faults"
 
 
 @contextmanager
@@ -226,8 +226,12 @@ def print_rates(contenders: Sequence[Callable[[Setting], float]], ours: str, set
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shards", nargs="?", default="", help="shards of JPEG and txt pairs, read only by --parts raw")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument(
+        "shards", nargs="?", default="", help="shards with JPEG and txt members, which only the part `raw` reads"
+    )
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure (default: all)"
+    )
     parser.add_argument("--epochs", type=int, default=2, help="passes over the shards per measurement (default: 2)")
     parser.add_argument("--repeats", type=int, default=3, help="interleaved repetitions (default: 3)")
     parser.add_argument(

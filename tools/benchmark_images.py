@@ -348,9 +348,17 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path("/data/flickr8k/train"), help="images for mosaics")
     parser.add_argument(
-        "--samples", type=int, default=2048, help="number of photographs and of samples per measurement (default: 2048)"
+        "--data",
+        type=Path,
+        default=Path("/data/flickr8k/train"),
+        help="shards with the images of which the photographs are composed",
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=2048,
+        help="number of photographs, and of samples that a measurement reads (default: 2048)",
     )
     parser.add_argument("--batch", type=int, default=64, help="samples per batch (default: 64)")
     parser.add_argument("--workers", type=int, default=1, help="loader processes (default: 1)")

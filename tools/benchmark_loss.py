@@ -116,10 +116,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="world sizes (default 1 2)")
     parser.add_argument("--batch", type=int, nargs="+", default=[512, 2048], help="pairs per rank (default 512 2048)")
     parser.add_argument("--dim", type=int, default=512, help="feature width (default 512)")
-    parser.add_argument("--repeats", type=int, default=20, help="timed steps, interleaved (default 20)")
-    parser.add_argument("--methods", nargs="+", default=["openclip", "fastclip_v3", "neuclip"], help="our methods")
-    parser.add_argument("--fast-clip", type=Path, help="a checkout of Optimization-AI/fast_clip")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--repeats", type=int, default=20, help="timed steps of each loss, interleaved (default 20)")
+    parser.add_argument(
+        "--methods", nargs="+", default=["openclip", "fastclip_v3", "neuclip"], help="methods of neuclip_ds"
+    )
+    parser.add_argument(
+        "--fast-clip", type=Path, help="checkout of Optimization-AI/fast_clip, whose loss to measure too"
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device of all ranks (default cpu)")
     options = parser.parse_args()
     print(f"{machine(options.device)}, float32, d = {options.dim}\n")
     print("| ranks | b | loss | ms | ratio |\n|---|---|---|---|---|", flush=True)

@@ -115,18 +115,22 @@ def line(case: Case, by_rank: list[Measurement], tflops: float | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=_MODELS, default=["vitb32"])
-    parser.add_argument("--engines", nargs="+", default=["zero1_bf16"], help="names in ds_configs/, or JSON files")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1])
+    parser.add_argument("--models", nargs="+", choices=_MODELS, default=["vitb32"], help="models to train")
+    parser.add_argument(
+        "--engines", nargs="+", default=["zero1_bf16"], help="DeepSpeed configs: names in ds_configs/ or JSON files"
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1], help="numbers of ranks on this machine")
     parser.add_argument("--micro", type=int, nargs="+", default=[32], help="pairs per micro-batch and rank")
     parser.add_argument("--passes", type=int, nargs="+", default=[1], help="micro-batches per step and rank")
-    parser.add_argument("--checkpointing", nargs="+", choices=["on", "off"], default=["off"])
-    parser.add_argument("--method", default="fastclip_v3")
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument(
+        "--checkpointing", nargs="+", choices=["on", "off"], default=["off"], help="activation checkpointing"
+    )
+    parser.add_argument("--method", default="fastclip_v3", help="method to train with")
+    parser.add_argument("--steps", type=int, default=3, help="number of training steps")
     parser.add_argument(
         "--tflops",
         type=float,
-        help="peak TFLOP/s of the GPU in this precision, to print the share that the steps reach",
+        help="peak TFLOP/s of the GPU in the precision of --engines; prints the share that the steps reach",
     )
     parser.add_argument("--parts", action="store_true", help="also print the components of the estimate")
     options = parser.parse_args()

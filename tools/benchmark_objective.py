@@ -130,9 +130,14 @@ def main() -> None:
     parser.add_argument("--tau", type=float, default=0.07, help="temperature (default 0.07)")
     parser.add_argument("--features", choices=FEATURES, default="random", help="kind of features (default random)")
     parser.add_argument("--methods", nargs="+", default=[*METHODS], help="methods to measure (default all)")
-    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="in bf16, the peer uses autocast")
+    parser.add_argument(
+        "--precision",
+        choices=["fp32", "bf16"],
+        default="fp32",
+        help="precision of the features; in bf16, open_clip's loss runs under autocast",
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="one GPU per rank (default cpu)")
-    parser.add_argument("--repeats", type=int, default=20, help="timed steps, interleaved (default 20)")
+    parser.add_argument("--repeats", type=int, default=20, help="timed steps of each method, interleaved (default 20)")
     arguments = parser.parse_args()
     print(f"{machine(arguments.device)}, {arguments.precision}, d = {arguments.dim}, tau = {arguments.tau}", end="")
     print(f", features: {arguments.features}\n")

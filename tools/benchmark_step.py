@@ -91,7 +91,7 @@ from neuclip_ds.profiling.recorder import BREAKDOWN
 PEERS = Path(__file__).parent / "peers"
 PARTS = ("speed", "shares", "throughput")
 SPEEDS = "speeds.csv"
-_CODE = "neuclip_ds/losses neuclip_ds/training neuclip_ds/engine neuclip_ds/models"  # that the speeds describe
+_CODE = "neuclip_ds/losses neuclip_ds/training neuclip_ds/engine neuclip_ds/models"  # the code that the speeds describe
 RANDOM = "random"
 _CACHE = Path(".cache")
 _CAPTIONS = 20_000  # captions that the tokenizer is trained on
@@ -206,20 +206,27 @@ def main() -> None:
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """Return the options of a command line; `overrides` are the config options among them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["speed"])
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=["speed"], help="parts to measure (default: speed)"
+    )
     parser.add_argument("--recipe", default="demo", help="recipe of the model and optimizer (default: demo)")
     parser.add_argument("--data", nargs="+", default=["demo:train"], help="shards, or `random` (default: demo:train)")
     parser.add_argument(
-        "--methods", nargs="+", default=["openclip", "neuclip"], help="our methods (default: openclip neuclip)"
+        "--methods",
+        nargs="+",
+        default=["openclip", "neuclip"],
+        help="methods of neuclip_ds (default: openclip neuclip)",
     )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks on this machine (default: 1 2)"
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=[64], help="pairs per rank (default: 64)")
     parser.add_argument(
         "--variants",
         nargs="+",
         choices=VARIANTS,
         default=[DEFAULT],
-        help="configs of our programs, as described above (by default `default`, the recipe as it is)",
+        help="configs of our programs, as described above (default: `default`, the recipe as it is)",
     )
     parser.add_argument(
         "--peers",
@@ -228,26 +235,40 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         default=["ddp", "open_clip"],
         help="other programs (default: ddp open_clip)",
     )
-    parser.add_argument("--peer-flags", action="append", help="options for one more run of open_clip (default: none)")
-    parser.add_argument("--open-clip-main", type=Path, help="checkout of open_clip's main branch, to run as well")
     parser.add_argument(
-        "--open-clip-main-flags", action="append", help="options for one run of the main branch (default: none)"
+        "--peer-flags", action="append", help="open_clip options for an additional run of open_clip; may be repeated"
     )
     parser.add_argument(
-        "--caption-tokens", default=FULL, help="tokens of random captions: full, a mean, or a file (default: full)"
+        "--open-clip-main", type=Path, help="checkout of open_clip's main branch, which is measured too"
+    )
+    parser.add_argument(
+        "--open-clip-main-flags",
+        action="append",
+        help="open_clip options for a run of the main branch; may be repeated",
+    )
+    parser.add_argument(
+        "--caption-tokens",
+        default=FULL,
+        help="lengths of random captions in tokens: full (the context length), a mean, or a file with one length per "
+        "line (default: full)",
     )
     parser.add_argument(
         "--time-limit", type=float, default=math.inf, help="time limit of the part `speed`, in seconds (default: none)"
     )
     parser.add_argument("--steps", type=int, default=20, help="timed steps (default: 20)")
     parser.add_argument(
-        "--warmup", type=int, default=10, help="untimed first steps; more if NeuCLIP needs them (default: 10)"
+        "--warmup", type=int, default=10, help="untimed first steps; NeuCLIP uses more if it needs them (default: 10)"
     )
     parser.add_argument("--log-every", type=int, default=5, help="steps between TensorBoard points (default: 5)")
     parser.add_argument("--repeats", type=int, default=2, help="interleaved repetitions (default: 2)")
     parser.add_argument("--workers", type=int, default=1, help="loader processes per rank (default: 1)")
     parser.add_argument("--threads", type=int, help="threads per rank (default: cores / ranks)")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="in bf16, the peers use autocast")
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="precision; in bf16, the peers use autocast (default: fp32)",
+    )
     parser.add_argument(
         "--zero", type=int, choices=range(4), default=1, help="ZeRO stage of our programs; peers use DDP (default: 1)"
     )
@@ -255,7 +276,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         "--share-model", default="models/vitb16", help="recipe for the part `shares` (default: models/vitb16)"
     )
     parser.add_argument(
-        "--share-rows", type=int, default=16, help="pairs per real step of the part `shares` (default: 16)"
+        "--share-rows", type=int, default=16, help="pairs in each real step of the part `shares` (default: 16)"
     )
     parser.add_argument(
         "--share-steps", type=int, default=2, help="real steps of `shares` after the first (default: 2)"
@@ -267,7 +288,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         help=f"the paper's batch size, for `shares` (default: {_PAPER_BATCH})",
     )
     parser.add_argument(
-        "--paper-ranks", type=int, help=f"ranks for --paper-batch (default: {_PAPER_RANKS}, or the number of GPUs)"
+        "--paper-ranks",
+        type=int,
+        help=f"ranks that share --paper-batch (default: {_PAPER_RANKS}, or the number of GPUs)",
     )
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark_step"), help="folder for all outputs")
     arguments, overrides = parser.parse_known_args(argv)
@@ -296,7 +319,7 @@ def require_captions(arguments: argparse.Namespace) -> None:
     context_length = config_for(None, [arguments.recipe, *arguments.overrides]).model.text.resolved_context_length()
     caption_lengths(arguments.caption_tokens, 1, context_length, torch.Generator())
     if arguments.caption_tokens != FULL and RANDOM not in arguments.data and "throughput" not in arguments.parts:
-        raise UserError("--caption-tokens has an effect only on random captions; add --data random.")
+        raise UserError("--caption-tokens has no effect without random captions; add --data random.")
 
 
 def describe(arguments: argparse.Namespace) -> list[str]:
@@ -420,7 +443,7 @@ class TimeLimit:
 def run_timed(program: Program, entry: Measured, setting: Setting, turn: int, clock: TimeLimit) -> None:
     """Run a program once and record its speed, or why there is none."""
     if clock.reached:
-        entry.problem = "time limit"
+        entry.problem = "the time limit was reached"
         return
     start = time.monotonic()
     try:
@@ -564,7 +587,7 @@ def open_clip(setting: Setting, version: str, flags: str, packages: tuple[str, .
         tag="train/loss",
         warmup=setting.arguments.warmup,
         packages=packages,
-        absent=f"pip install open_clip_torch pandas (no {' and no '.join(missing)})" if missing else "",
+        absent=f"no {' and no '.join(missing)} (pip install open_clip_torch pandas)" if missing else "",
     )
 
 

@@ -110,7 +110,7 @@ def cpu_time_of(*arguments: str) -> float:
 
 
 def write_random_features(folder: Path, samples: int) -> None:
-    """Write random image features as `neuclip-ds embed` does, with random similarities to captions."""
+    """Write image features of random directions as `neuclip-ds embed` does, with random similarities to captions."""
     generator = np.random.default_rng(0)
     features = generator.standard_normal((samples, WIDTH), dtype=np.float32)
     features /= np.linalg.norm(features, axis=1, keepdims=True)

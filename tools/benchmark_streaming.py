@@ -342,7 +342,7 @@ def main() -> None:
 
 def run(setting: Setting) -> None:
     if shutil.which("curl") is None:
-        raise UserError("webdataset reads URLs with curl, which is missing; install curl.")
+        raise UserError("webdataset reads URLs with curl, which is not installed; install curl.")
     contenders: dict[str, Contender] = {"ours": ours, "webdataset": webdataset}
     if has_mosaic():
         contenders["MosaicML streaming"] = mosaic

@@ -198,8 +198,8 @@ def table(options: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
 def main() -> None:
     parser = Parser(prog="cost_model.py", description=__doc__)
     parser.add_argument("recipe", help="a recipe's name, or the path of a YAML file; config options may follow")
-    parser.add_argument("--methods", nargs="+", help="methods to compare (default: the recipe's)")
-    parser.add_argument("--nodes", nargs="+", type=int, default=[1, 8, 64], help="numbers of nodes")
+    parser.add_argument("--methods", nargs="+", help="methods to compare (default: the recipe's method)")
+    parser.add_argument("--nodes", nargs="+", type=int, default=[1, 8, 64], help="numbers of nodes to estimate")
     parser.add_argument("--rows", type=int, help="pairs per rank (default: the recipe's batch, divided by the ranks)")
     parser.add_argument("--stored-width", type=int, help=STORED_WIDTH)
     with exit_on_mistake():

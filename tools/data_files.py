@@ -105,7 +105,7 @@ class DataFile:
         """Return the only row with these values; raise `LookupError` if there is none, or more than one."""
         matching = [row for row in self.rows if all(row[key] == value for key, value in values.items())]
         if len(matching) != 1:
-            raise LookupError(f"{self.origin.name} contains {len(matching)} rows with {values}.")
+            raise LookupError(f"{self.origin.name} contains {len(matching)} rows with {values} instead of one.")
         return matching[0]
 
 
@@ -123,11 +123,11 @@ def read_data(name: str) -> DataFile:
             continue
         key, _, value = line[2:].partition(": ")
         if key not in _KEYS:
-            raise ValueError(f"{name}.csv: {key!r} is not one of {', '.join(_KEYS)}.")
+            raise ValueError(f"{name}.csv: the key {key!r} in the header is not one of {', '.join(_KEYS)}.")
         header.setdefault(key, []).append(value)
     missing = {*_KEYS} - {*header} - {"note", "command"}
     if missing:
-        raise ValueError(f"{name}.csv lacks {', '.join(sorted(missing))}.")
+        raise ValueError(f"The header of {name}.csv lacks {', '.join(sorted(missing))}.")
     device = header["device"][0]
     if device not in DEVICES:
         raise ValueError(f"{name}.csv: the device {device!r} is not one of {', '.join(DEVICES)}.")
@@ -170,7 +170,7 @@ def write_data(file: DataFile) -> None:
 
 
 def names_with_older_code() -> set[str]:
-    """Return the names of origins whose code has changed since, as recorded by tools/write_tables.py."""
+    """Return the names of origins whose code has changed since the measurement, as tools/write_tables.py recorded."""
     return set(OLDER_CODE.read_text(encoding="utf-8").split("\n")) - {""}
 
 
@@ -216,7 +216,7 @@ def has_history() -> bool:
 
 
 def commit() -> str:
-    """Return the abbreviated hash of the current commit, with the suffix `-dirty` if there are uncommitted changes."""
+    """Return the current commit's short hash, with `-dirty` if there are uncommitted changes; `unknown` without git."""
     try:
         return _git("describe", "--always", "--dirty", "--exclude=*")
     except (OSError, subprocess.CalledProcessError):

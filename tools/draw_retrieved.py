@@ -33,7 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="folder of a run that has been evaluated on image-text pairs")
     parser.add_argument("picture", type=Path, help="PNG file to write")
-    parser.add_argument("--queries", type=int, default=6, help="captions to draw at most")
+    parser.add_argument("--queries", type=int, default=6, help="maximum number of captions to draw")
     options = parser.parse_args()
     with exit_on_mistake():
         queries = read_queries(options.run)[: options.queries]

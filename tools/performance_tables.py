@@ -15,7 +15,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *files: DataFile, 
 
 
 def columns_of(name: str, headings: Mapping[str, str]) -> Callable[[], str]:
-    """Return a function that prints columns of a file under the given headings."""
+    """Return a function that returns a table with columns of a file under the given headings."""
 
     def print_table() -> str:
         file = read_data(name)
@@ -26,7 +26,7 @@ def columns_of(name: str, headings: Mapping[str, str]) -> Callable[[], str]:
 
 
 def whole_file(name: str) -> Callable[[], str]:
-    """Return a function that prints a file's whole table."""
+    """Return a function that returns a file's whole table."""
     return columns_of(name, {column: column for column in read_data(name).columns})
 
 
@@ -219,7 +219,7 @@ def cost_model_fit() -> str:
 
 
 def tutorial(page: str) -> Callable[[], str]:
-    """Return a function that prints how long the steps of a tutorial take."""
+    """Return a function that returns a table with the time of each step of a tutorial."""
 
     def print_table() -> str:
         file = read_data("tutorials")
@@ -230,7 +230,7 @@ def tutorial(page: str) -> Callable[[], str]:
 
 
 def time_of(page: str) -> Callable[[], str]:
-    """Return a function that prints how long all steps of a tutorial take together."""
+    """Return a function that returns the total time of a tutorial's steps, as a phrase."""
 
     def print_time() -> str:
         file = read_data("tutorials")

@@ -82,7 +82,7 @@ def compare(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     (arguments.out / "breakdowns.json").write_text(json.dumps(breakdowns, indent=1), encoding="utf-8")
     text = report(breakdowns)
     (arguments.out / REPORT).write_text(text, encoding="utf-8")
-    print(f"{text}\nWritten: {arguments.out / REPORT}; traces and breakdowns are in the folders next to it.")
+    print(f"{text}\nWrote {arguments.out / REPORT}; traces and breakdowns are in the folders next to it.")
 
 
 def run_on_ranks(

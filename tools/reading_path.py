@@ -83,7 +83,7 @@ def is_around_the_step(path: Path) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help="folder or pattern of training shards")
-    parser.add_argument("--method", default="openclip", help="the loss (default openclip)")
+    parser.add_argument("--method", default="openclip", help="method to train with (default openclip)")
     parser.add_argument("--ranks", type=int, choices=[1, 2], default=1, help="number of processes (default 1)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

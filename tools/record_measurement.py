@@ -33,9 +33,9 @@ def main() -> None:
         file = read_data(options.name)
         command = options.command or shlex.split(file.command)
         if not command:
-            raise UserError(f"{options.name}.csv names no command: pass one after --.")
+            raise UserError(f"{options.name}.csv names no command: pass a command after --.")
         write_data(measured_again(file, command))
-        print(f"written: {options.name}.csv; now run python tools/write_tables.py")
+        print(f"Wrote {options.name}.csv; to update the pages, run python tools/write_tables.py")
 
 
 def measured_again(file: DataFile, command: Sequence[str]) -> DataFile:
@@ -46,7 +46,7 @@ def measured_again(file: DataFile, command: Sequence[str]) -> DataFile:
     """
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        raise UserError(f"{shlex.join(command)} ended with code {done.returncode}.")
+        raise UserError(f"{shlex.join(command)} ended with exit code {done.returncode}.")
     rows: list[dict[str, str]] = []
     for row in printed_rows(done.stdout):
         if set(file.columns) <= row.keys():

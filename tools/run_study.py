@@ -68,7 +68,11 @@ def main() -> None:
         default=1,
         help="image features: means of the tower's output in GRID x GRID cells, concatenated",
     )
-    parser.add_argument("--pixels", action="store_true", help="train small towers on pixels and words instead of heads")
+    parser.add_argument(
+        "--pixels",
+        action="store_true",
+        help="train small towers on pixels and words, instead of heads on frozen towers",
+    )
     parser.add_argument("--trainer", action="store_true", help="train towers with the trainer, on one or two sources")
     parser.add_argument("--larger", action="store_true", help="with --trainer: larger towers and batches, for a GPU")
     parser.add_argument(
@@ -80,7 +84,7 @@ def main() -> None:
         "--processes", type=int, default=2, help="number of runs that execute at the same time, each on one core"
     )
     parser.add_argument("--tables", type=Path, help="print the tables of a results.jsonl instead of running")
-    parser.add_argument("--figures", type=Path, help="folder for figures of the first of --stages")
+    parser.add_argument("--figures", type=Path, help="folder for figures of the first stage in --stages")
     with exit_on_mistake():
         options = parser.parse(sys.argv[1:])
         if options.tables is None:
@@ -91,7 +95,7 @@ def main() -> None:
         print(tables(known))
         if options.figures is not None:
             if not options.stages:
-                raise UserError("--figures draws a stage: pass this stage as the first of --stages.")
+                raise UserError("--figures draws the first stage in --stages: pass --stages.")
             from study.figures import draw  # needs matplotlib, which runs do not
 
             print("drawn:", *draw(known, options.stages[0], options.figures))
@@ -127,7 +131,7 @@ def study(options: argparse.Namespace) -> None:
                     file.flush()
                     results = record["results"]
                     progress = f"{number}/{len(todo)} {record['name']}"
-                    print(f"{progress}: {results['recall']:.2f}, {results['seconds']:.0f} s", flush=True)
+                    print(f"{progress}: recall {results['recall']:.2f}%, {results['seconds']:.0f} s", flush=True)
 
 
 @contextmanager
@@ -187,7 +191,11 @@ def stages_to_run(folders: Mapping[str, Path], options: argparse.Namespace) -> d
 
 
 def missing(stage: str, known: Mapping[str, Any], features: Path, arms: Sequence[str] | None = None) -> list[Job]:
-    """Return the runs of a stage that have not ended, or whose heads later runs need and this folder lacks."""
+    """Return the runs of a stage that have not ended, or whose heads later runs need and this folder lacks.
+
+    Raises:
+        UserError: results.jsonl contains one of the runs with other settings, or a search has not ended.
+    """
     return [job for job in jobs(stage, known, features, arms) if not is_known(job, known) or _lacks_heads(job)]
 
 
@@ -233,9 +241,9 @@ def estimate(stage: str, todo: list[Job], known: Mapping[str, Any], processes: i
         else:
             unknown += 1
     if unknown == len(todo):
-        return f"{stage}: {counted(len(todo), 'run')}; no earlier run shows how long they take"
+        return f"{stage}: {counted(len(todo), 'run')}; no earlier run shows their duration"
     sentence = f"{stage}: {counted(len(todo), 'run')}, about {seconds / processes / 3600:.1f} hours"
-    return f"{sentence}, without {counted(unknown, 'run')} of unknown duration" if unknown else sentence
+    return f"{sentence}, not counting {counted(unknown, 'run')} of unknown duration" if unknown else sentence
 
 
 def _kind(run: Run) -> tuple[str, int, str]:
@@ -324,7 +332,7 @@ def best_of(stage: str, arm: str, known: Mapping[str, Any]) -> dict[str, Any]:
     candidates = [[f"{setting}/seed{seed}" for seed in seeds] for setting in shortlist(stage, arm, known)]
     missing_runs = [name for names in candidates for name in names if name not in known]
     if not candidates or missing_runs:
-        raise UserError(f"The stage {stage} is not complete for {arm}; run it first.")
+        raise UserError(f"The stage {stage} is not complete for the arm {arm}; run this stage first.")
 
     def mean_recall(names: list[str]) -> float:
         return statistics.mean(known[name]["results"]["recall"] for name in names)
@@ -344,7 +352,7 @@ def is_known(job: Job, known: Mapping[str, Any]) -> bool:
         return False
     if Run(**known[job.name]["run"]) != job.run:
         raise UserError(
-            f"results.jsonl contains a run {job.name} with other settings; remove its line to repeat the run."
+            f"results.jsonl contains the run {job.name} with other settings; remove its line to repeat the run."
         )
     return True
 

@@ -185,12 +185,19 @@ def main() -> None:
     parser.add_argument(
         "--samples", type=float, default=192e6, help="samples n in the dataset, in shards of 10,000 on average"
     )
-    parser.add_argument("--sample-kb", type=float, default=45, help="KB of an image and its caption in a shard")
-    parser.add_argument("--sigma", type=float, default=0, help="sigma of the lognormal shard sizes; 0: all equal")
+    parser.add_argument("--sample-kb", type=float, default=45, help="size of a sample in a shard, in KB")
+    parser.add_argument(
+        "--sigma",
+        type=float,
+        default=0,
+        help="sigma of the lognormal distribution of shard sizes; with 0, all are equal",
+    )
     parser.add_argument("--nodes", nargs="+", type=int, default=[1, 8, 64], help="numbers of nodes")
-    parser.add_argument("--cache-gb", nargs="+", type=float, default=[1000], help="cache sizes of a node")
+    parser.add_argument("--cache-gb", nargs="+", type=float, default=[1000], help="sizes of a node's cache, in GB")
     parser.add_argument("--bandwidth-gb", type=float, default=1.25, help="GB per second that a node fetches")
-    parser.add_argument("--rate", type=float, default=10_000, help="samples per second that a node trains on")
+    parser.add_argument(
+        "--rate", type=float, default=10_000, help="speed of a node that does not wait for data, in samples per second"
+    )
     parser.add_argument("--epochs", type=int, default=1, help="epochs to simulate")
     with exit_on_mistake():
         options, overrides = parser.parse_with_overrides(sys.argv[1:])
@@ -225,7 +232,9 @@ def main() -> None:
             flow = simulate(order, shard_bytes, node, nodes, nodes // 2, options.epochs)
             window = min(math.prod(interleave), n)
             print(f"\n{nodes} nodes, {cache:g} GB: {interleave.streams} streams, {window:,} samples shuffled together")
-            print(f"  planned        {order.resident_bytes(shard_bytes, nodes) / 1e9:,.1f} GB at a time")
+            print(
+                f"  planned        {order.resident_bytes(shard_bytes, nodes) / 1e9:,.1f} GB of shards in use at a time"
+            )
             print("\n".join(flow.lines()))
 
 

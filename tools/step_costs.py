@@ -1,10 +1,10 @@
 """Count the traffic and operations of one rank's training step without data or other ranks.
 
-There are no formulas for the losses. Instead, a loss runs on a few rows of a `SimulatedRank` at several
-sizes, and its traffic and operations are extrapolated. The size of a collective is linear in rows and prototypes and
-quadratic in width, like a network's weights; operations are a low-degree polynomial in rows, width and prototypes. A
-new method therefore needs no code here. DeepSpeed's collectives follow the rules in zero_rules.py. Tests compare every
-collective exactly with profiled steps (tests/profiling/test_profile_ranks.py).
+There are no formulas for the losses. Instead, a loss runs on a few rows of a `SimulatedRank` at several sizes, and its
+traffic and operations are extrapolated. The size of a collective is linear in rows and prototypes and quadratic in
+width, like a network's weights; operations are a low-degree polynomial in rows, width and prototypes. A new method
+therefore needs no code here. DeepSpeed's collectives follow the rules in zero_rules.py. Tests compare every collective
+exactly with profiled steps (tests/profiling/test_profile_ranks.py).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Call:
 class Work:
     """The work of a rank in a step."""
 
-    tower_flops: float  # forward and backward
+    tower_flops: float  # of all passes, with recomputation
     image_share: float  # fraction of tower_flops in the image tower
     objective_flops: float
     objective_elements: float
@@ -90,7 +90,7 @@ class CountedModel:
 
 
 class TowerFlops(NamedTuple):
-    """The operations of a tower on one image or one caption."""
+    """The floating-point operations of a tower on one image or one caption."""
 
     forward: float
     backward: float  # twice `forward` if all layers train, 0 if none does

@@ -49,8 +49,8 @@ class Area:
     """The tests of a folder, or those directly in tests/."""
 
     name: str
-    fast: int  # tests
-    slow: int  # test functions; each may be several tests
+    fast: int  # number of fast tests
+    slow: int  # number of slow test functions; each may be several tests
     cpu_seconds: float
 
 
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def timed(name: str) -> Area:
-    """Run the fast tests of an area.
+    """Run the fast tests of an area, and count its slow test functions.
 
     Raises:
         UserError: a test failed.

@@ -47,7 +47,12 @@ class Step:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("flickr8k", nargs="?", type=Path, help="folder with Images/ and captions.txt")
+    parser.add_argument(
+        "flickr8k",
+        nargs="?",
+        type=Path,
+        help="folder of Flickr8k, with Images/ and captions.txt; without it, the tutorial that needs it is skipped",
+    )
     parser.add_argument("--pages", nargs="+", help="names of pages (default: all)")
     options = parser.parse_args()
     with exit_on_mistake():
@@ -55,7 +60,7 @@ def main() -> None:
         pages = options.pages or [page for page in pages_of(steps) if options.flickr8k or page != _NEEDS_FLICKR8K]
         unknown = set(pages) - set(pages_of(steps))
         if unknown:
-            raise UserError(f"--pages names {', '.join(sorted(unknown))}; choose from {', '.join(pages_of(steps))}.")
+            raise UserError(f"--pages: unknown {', '.join(sorted(unknown))}; choose from {', '.join(pages_of(steps))}.")
         print("| page | step | s | CPU s |\n|---|---|---|---|", flush=True)
         with tempfile.TemporaryDirectory() as folder:
             clone = Path(folder, "clone")
@@ -134,7 +139,7 @@ def run(step: Step, clone: Path) -> tuple[float, float]:
         done = subprocess.run(command, cwd=clone, env=environment, stdout=output, stderr=output, check=False)
     if done.returncode:
         last_lines = "\n".join(log.read_text(encoding="utf-8").splitlines()[-20:])
-        raise UserError(f"{step.page}, {step.name}, ended with code {done.returncode}:\n{last_lines}")
+        raise UserError(f"{step.page}, {step.name}, ended with exit code {done.returncode}:\n{last_lines}")
     return time.perf_counter() - began, cpu_time_of_children() - cpu_began
 
 

@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument(
         "pages", nargs="*", type=Path, help="pages to write (default: README.md, CONTRIBUTING.md and all in docs/)"
     )
-    parser.add_argument("--print", action="store_true", help="print the tables instead of writing them")
+    parser.add_argument("--print", action="store_true", help="print the tables instead of writing them to the pages")
     options = parser.parse_args()
     pages = [page.resolve() for page in options.pages] or list(all_pages())
     if has_history() and not options.print:

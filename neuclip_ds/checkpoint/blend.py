@@ -120,9 +120,10 @@ def _difference(first: ModelWeights, second: ModelWeights) -> str | None:
     for name in sorted(first.weights.keys() | second.weights.keys()):
         shapes = [tuple(model.weights[name].shape) if name in model.weights else None for model in (first, second)]
         if shapes[0] != shapes[1]:
-            return f"the parameter {name} (of shape {shapes[0]} and {shapes[1]})"
+            described = ["absent" if shape is None else f"of shape {shape}" for shape in shapes]
+            return f"the parameter {name} ({described[0]} and {described[1]})"
     if first.source.preprocessing != second.source.preprocessing:
-        return f"preprocessing ({first.source.preprocessing} and {second.source.preprocessing})"
+        return f"their preprocessing ({first.source.preprocessing} and {second.source.preprocessing})"
     if not _tokenize_alike(first.tokenizer, second.tokenizer):
         return "their tokenizers"
     return None

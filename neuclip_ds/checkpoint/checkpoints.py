@@ -2,8 +2,8 @@
 
 `checkpoints/step_000000100/` contains
 
-    meta.json                       step, position in the data, fingerprint of the run (`facts`), and the
-                                    checksums of all other files (checkpoint/integrity.py)
+    meta.json                       step, records of the data and the hooks (`data`), fingerprint of the run (`facts`),
+                                    and the checksums of all other files (checkpoint/integrity.py)
     state/                          float32 weights, optimizer state and state of the loss; one file per rank
                                     (checkpoint/sharded_state.py)
     config.yaml, tokenizer/, model/ config, tokenizer and description of the model
@@ -11,7 +11,8 @@
 A checkpoint is written under `.partial-...`, synced to disk and read back; rank 0 renames it when all ranks are done.
 Checkpoints do not depend on the number of ranks, the ZeRO stage or the precision, so a resumed run may change any
 of them. States of random number generators are not saved: the data order and augmentation depend only on (seed, step),
-and dropout only on (seed, step, rank). Loading a checkpoint never runs code: all files are text or safetensors.
+and dropout only on (seed, step, rank, micro-batch). Loading a checkpoint never runs code: all files are text or
+safetensors.
 
 `checkpoints/best.json` records the step with the best evaluation (`run.best_metric`).
 """
@@ -79,7 +80,7 @@ def read_best(folder: Path) -> Best | None:
     path = folder / "best.json"
     if not path.is_file():
         return None
-    fix = "Delete this file: the next evaluation writes it again"
+    fix = "Restore it from a copy; otherwise, training writes it again when an evaluation is the best so far"
     fields = read_sealed(path, fix)
     best = Best(fields.get("step", 0), fields.get("metric", ""), fields.get("value", 0.0))
     types = [type(value) for value in best]
@@ -118,7 +119,11 @@ def set_aside(path: Path) -> None:
         renamed = path.with_name(f"damaged-{path.name}")
         _delete(renamed)
         path.rename(renamed)
-        log.warning("%s was renamed to %s; delete this folder when you no longer need it", path, renamed.name)
+        log.warning(
+            "the damaged checkpoint %s was renamed to %s; delete this folder when you no longer need it",
+            path,
+            renamed.name,
+        )
 
 
 class Checkpoints:
@@ -163,16 +168,16 @@ class Checkpoints:
             except UserError as error:
                 problem = problem_of(error)
             if self._communicator.rank == 0:
-                log.warning("%s is not used: %s", name, problem)
+                log.warning("checkpoint %s is not used: %s", name, problem)
         if problem is not None:
             raise UserError(
-                f"No checkpoint in {self._folder} can be read. The problem of the oldest one: {problem} Restore a "
+                f"No checkpoint in {self._folder} can be read. The problem with the oldest one: {problem} Restore a "
                 "checkpoint from a copy, or start a new run under a new --run.name."
             )
         return None
 
     def set_aside_beyond(self, step: int) -> None:
-        """Rename the damaged checkpoints of steps after `step` so that new checkpoints can use their names."""
+        """Rename the checkpoints of steps after `step`, which are damaged, so that new ones can use their names."""
 
         def rename() -> None:
             for path in all_checkpoints(self._folder):
@@ -186,7 +191,8 @@ class Checkpoints:
     ) -> Path:
         """Save and verify the state after `step` steps; then delete the oldest checkpoints if more than `keep` exist.
 
-        If any rank fails to write its files, removes the partial checkpoint and raises `SaveFailed` on all ranks.
+        `data` is stored in meta.json: the record of the training data, the states of the hooks, and what is compiled.
+        If any rank fails to write its files, the partial checkpoint is removed and all ranks raise `SaveFailed`.
         """
         target = step_folder(self._folder, step)
         partial = _partial(target)
@@ -224,7 +230,7 @@ class Checkpoints:
         log.info("best so far: %s is %.4g at step %d", best.metric, best.value, best.step)
 
     def read(self, path: Path, fingerprint: Fingerprint) -> tuple[int, Mapping[str, Any]]:
-        """Return a checkpoint's number of completed steps and its position in the data (training/schedule.py).
+        """Return a checkpoint's number of completed steps, and the `data` that `save` stored.
 
         Raises `UserError` if the checkpoint was written by a run whose fingerprint differs from `fingerprint`.
         """
@@ -240,7 +246,7 @@ class Checkpoints:
         return int(meta["step"]), meta["data"]
 
     def load(self, path: Path, engine: Engine, loss: LossFunction) -> None:
-        """Load a verified checkpoint into `engine` and `loss`; raise `UserError` on a mismatch."""
+        """Load a verified checkpoint into `engine` and `loss`; raise `UserError` if it does not match them."""
         files = load_engine(path / STATE, engine, self._communicator)
         files.fill(loss.row_tables())
         loss.load_replicated_state(files.replicated(OBJECTIVE))
@@ -269,7 +275,8 @@ class Checkpoints:
                 free = shutil.disk_usage(self._folder).free
                 if free < needed:
                     raise SaveFailed(
-                        f"{partial} needs {needed / 1e9:.3g} GB, but only {free / 1e9:.3g} GB are free on its disk."
+                        f"A checkpoint in {self._folder} needs {needed / 1e9:.3g} GB, but only {free / 1e9:.3g} GB of "
+                        "the disk are free."
                     )
                 for name in (f"{STATE}/files", *self._extra_files):
                     (partial / name).parent.mkdir(parents=True, exist_ok=True)

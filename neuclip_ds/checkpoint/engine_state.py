@@ -19,7 +19,7 @@ from neuclip_ds.checkpoint.sharded_state import BUFFER, SCALAR, WEIGHT, StateFil
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.engine import Engine
 from neuclip_ds.engine.zero import Placement
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, counted
 from neuclip_ds.state.partition import Partition
 from neuclip_ds.state.shards import Shards, replicated_shards, shard_key
 
@@ -177,8 +177,8 @@ def _load_buffers(files: StateFiles, module: nn.Module) -> None:
     missing = sorted(buffers.keys() - saved.keys())
     if missing:
         raise UserError(
-            f"{files.folder} lacks the buffers {missing} of this run's model: use the model options (model.*) of the "
-            "run that wrote the folder, or give the run a new name (--run.name)."
+            f"{files.folder} lacks {counted(len(missing), 'buffer')} of this run's model ({', '.join(missing)}): use "
+            "the model options (model.*) of the run that wrote the folder, or give the run a new name (--run.name)."
         )
     for name, buffer in buffers.items():
         buffer.copy_(saved[name])

@@ -40,8 +40,12 @@ def export_run(
         license: identifier for the model card, such as apache-2.0; `unknown` by default.
         fraction: position of the exported weights between the run's start (0) and its result (1).
 
-    Returns the exported checkpoint. Raises `UserError` if the checkpoint does not exist or is damaged, if the format
-    does not support the model, or if the run's start cannot be blended with the checkpoint.
+    Returns:
+        The exported checkpoint.
+
+    Raises:
+        UserError: `folder` is not empty, the checkpoint does not exist or is damaged, the format does not support the
+            model, or the run's start cannot be blended with the checkpoint.
     """
     check_unused(folder)  # before the checkpoint is read
     checkpoint = find_best_checkpoint(path) if best else find_checkpoint(path)

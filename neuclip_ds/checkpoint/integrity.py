@@ -35,7 +35,7 @@ def explain_failure(folder: Path) -> Iterator[None]:
         reason = error.strerror or str(error)
         raise SaveFailed(f"{folder} could not be written: {reason} ({error.filename or folder}).") from error
     except DamagedCheckpoint as error:
-        raise SaveFailed(f"{folder} could not be written: {error}") from error
+        raise SaveFailed(f"{folder} could not be written: {problem_of(error)}") from error
 
 
 def write_files(folder: Path, files: Sequence[StateFile]) -> dict[str, Checksum]:

@@ -69,9 +69,10 @@ class RemoteRun:
         return [name for name in names if _is_record(name)]
 
     def push(self, run: Path, names: Sequence[str]) -> None:
-        """Copy the checkpoints in `names` that the store lacks, in the given order, and then the run's other files.
+        """Copy the checkpoints in `names`, in the given order, and then the run's other files.
 
-        A checkpoint becomes visible only when it is complete.
+        Checkpoints that the store already has are skipped. A checkpoint becomes visible only when it is complete; it
+        replaces one of the same step from an earlier launch.
         """
         for name in names:
             source = run / "checkpoints" / name

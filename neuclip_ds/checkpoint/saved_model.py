@@ -66,7 +66,8 @@ def open_model(name: str, communicator: Communicator, average: bool = False) -> 
         name: a run's folder (its newest checkpoint is opened), a checkpoint in it, or any value of `model.pretrained`.
         average: whether to open the moving average of a run's weights (`ema.decay`).
 
-    Raises `UserError` if the model does not exist or if its files are inconsistent.
+    Raises `UserError` if the model does not exist, if its files are inconsistent, or if it has no moving average
+    although `average` is true.
     """
     path = Path(name)
     if is_run(path):
@@ -86,7 +87,10 @@ def open_model(name: str, communicator: Communicator, average: bool = False) -> 
             checkpoint=checkpoint,
         )
     if average:
-        raise UserError(f"{name} is not a run of neuclip_ds, so it contains no average of the weights: omit --ema.")
+        raise UserError(
+            f"{name} is not a run of neuclip_ds, so it contains no average of the weights: omit --ema (in Python, "
+            "ema=True)."
+        )
     config = ModelConfig(pretrained=name)
     source = model_source(config, locate_on_rank_zero(config, communicator))
     tokenizer = source.tokenizer(_no_tokenizer)
@@ -118,7 +122,10 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def find_best_checkpoint(run: Path) -> Path:
-    """Return a run's checkpoint with the best `run.best_metric`; raise `UserError` if there is none."""
+    """Return a run's checkpoint with the best `run.best_metric`.
+
+    Raises `UserError` if no best checkpoint has been recorded, or if it or its record is missing or damaged.
+    """
     best = read_best(run / "checkpoints")
     if best is None:
         raise UserError(f"{run} has no best checkpoint. Train with --run.best_metric=NAME, or omit --best.")
@@ -141,8 +148,9 @@ def open_run(checkpoint: Path) -> SavedRun:
     source, initial_logits = open_saved(config.model, checkpoint / MODEL)
     text = config.model.text
     folder = checkpoint / TOKENIZER
+    # checkpoints of earlier versions lack the folder if the config names a tokenizer, which is then opened by its name
     if text.tokenizer in (None, CLIP_BPE) or folder.is_dir():
-        text = text.model_copy(update={"tokenizer": str(folder)})  # else earlier versions did not copy it
+        text = text.model_copy(update={"tokenizer": str(folder)})
     tokenizer = source.tokenizer(lambda: named_tokenizer(text))
     return SavedRun(config=config, source=source, initial_logits=initial_logits, tokenizer=tokenizer)
 
@@ -156,7 +164,7 @@ class ModelWeights:
     tokenizer: ModelTokenizer
     weights: dict[str, Tensor]  # parameters and buffers by name
     logits: LogitParameters
-    start_hash: str | None = None  # of the weights that its run started from; None if unknown
+    start_hash: str | None = None  # hash of the weights that the model's run started from; None if unknown
 
     def build(self) -> DualEncoder:
         """Build the model in float32."""

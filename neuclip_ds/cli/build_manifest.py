@@ -35,11 +35,23 @@ def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds build-manifest", description=__doc__)
     parser.add_argument("folder", type=Path, help="folder for the manifest")
     parser.add_argument("sources", nargs="+", help="tars, folders, globs, brace patterns, URLs, or .txt lists of these")
-    parser.add_argument("--no-checksum", action="store_true", help="read only the headers of local shards; skip CRC-32")
-    parser.add_argument("--from-side-files", action="store_true", help="read only img2dataset's counts, not the shards")
-    parser.add_argument("--skip-unreadable", action="store_true", help="omit unusable shards, and list them in a file")
+    parser.add_argument(
+        "--no-checksum", action="store_true", help="read only the headers of local shards, and store no checksums"
+    )
+    parser.add_argument(
+        "--from-side-files",
+        action="store_true",
+        help="read only the counts in img2dataset's JSON files next to the shards, not the shards",
+    )
+    parser.add_argument(
+        "--skip-unreadable",
+        action="store_true",
+        help="omit unusable shards, and list them in FOLDER/unreadable_shards.jsonl",
+    )
     parser.add_argument("--captions", nargs="+", default=["txt"], help="sources of captions, as in data.captions")
-    parser.add_argument("--uids", nargs="+", default=[], help=".npy files of sorted 128-bit uids to keep")
+    parser.add_argument(
+        "--uids", nargs="+", default=[], help=".npy files with the sorted 128-bit uids of the samples to keep"
+    )
     parser.add_argument("--uid-key", default="uid", help="key of the uid in a sample's JSON")
     parser.add_argument("--processes", type=int, help="worker processes on this machine (default: one per core)")
     options = parser.parse(arguments)
@@ -76,7 +88,7 @@ def _build(options: argparse.Namespace, executor: Executor) -> None:
     remote_shards = sum(not is_local(path) for path in paths)
     if remote_shards >= _MANY_SHARDS and not options.from_side_files:
         log.warning(
-            "%d remote shards must be downloaded to be scanned; with --from-side-files, only their counts are read",
+            "%d remote shards are downloaded to be scanned; with --from-side-files, only img2dataset's counts are read",
             remote_shards,
         )
     with progress_bar("shards") as on_progress:

@@ -77,7 +77,8 @@ def check_path(option: str, path: str) -> None:
         if url:
             _require_store(f"{option}={part}", url[1])
         elif part and is_local(part) and not _NOT_A_PATH.search(part) and not Path(part).expanduser().exists():
-            raise UserError(f"{option}={path}: {part} does not exist; correct the path.")
+            where = f"{option}={path}" if part == path else f"{option}={path}: {part}"
+            raise UserError(f"{where} does not exist; correct the path.")
 
 
 def _check_if_path(option: str, name: str) -> None:

@@ -56,11 +56,16 @@ def main(arguments: Sequence[str]) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="of each image, encode the random crops of training epochs 0 to N - 1 instead of the evaluation crop",
+        help="encode the random crops of each image that training uses in epochs 0 to N - 1, instead of the evaluation "
+        "crop",
     )
-    parser.add_argument("--crop-scale", type=float, help="with --crops: the data.crop_scale of training")
-    parser.add_argument("--seed", type=int, help="with --crops: the run.seed of training")
-    parser.add_argument("--all-captions", action="store_true", help="encode all captions of each sample instead of one")
+    parser.add_argument("--crop-scale", type=float, help="with --crops: the value of data.crop_scale in training")
+    parser.add_argument("--seed", type=int, help="with --crops: the value of run.seed in training")
+    parser.add_argument(
+        "--all-captions",
+        action="store_true",
+        help="encode all captions of each sample instead of the one that training draws in epoch 0",
+    )
     parser.add_argument(
         "--pooling",
         choices=("cls", "mean", "eos", "last"),
@@ -75,17 +80,26 @@ def main(arguments: Sequence[str]) -> None:
         "configs allow)",
     )
     parser.add_argument(
-        "--image-size", type=int, metavar="PIXELS", help="for timm: side length of the images, in pixels"
+        "--image-size",
+        type=int,
+        metavar="PIXELS",
+        help="for timm: side length of the images, in pixels (default: the size that the weights were trained with)",
     )
     parser.add_argument(
         "--dtype", choices=("float16", "float32"), default="float16", help="dtype of the features on disk"
     )
     parser.add_argument("--batch-size", type=int, default=256, help="images or captions that each rank encodes at once")
     parser.add_argument("--workers", type=int, default=4, help="loader processes per rank; 0 loads in the main process")
-    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="dtype of the towers")
+    parser.add_argument(
+        "--precision", choices=("float32", "bfloat16"), default="float32", help="dtype of the towers' weights"
+    )
     parser.add_argument("--captions", nargs="+", default=["txt"], help="sources of captions, as in data.captions")
     parser.add_argument("--uid-key", default="uid", help="key of the uid in a sample's JSON")
-    parser.add_argument("--cache-dir", type=Path, help="folder on each node for copies of remote shards")
+    parser.add_argument(
+        "--cache-dir",
+        type=Path,
+        help="folder on each node for copies of remote shards (default: as for data.cache_dir)",
+    )
     parser.add_argument("--cache-gb", type=float, default=100, help="size limit of --cache-dir, in GB")
     options = parser.parse(arguments)
     check_options(options)
@@ -119,13 +133,13 @@ def check_options(options: argparse.Namespace) -> None:
     if not is_dual and options.output == "joint":
         raise UserError(f"{options.model} has no joint space of images and texts: omit --output.")
     if encodes_images and options.pooling:
-        raise UserError("--pooling is for text encoders (hf:NAME): omit it.")
+        raise UserError("--pooling applies only to text encoders (hf:NAME): omit --pooling.")
     if options.context_length is not None and (is_dual or not encodes_captions):
-        raise UserError("--context-length is for text encoders (hf:NAME): omit it.")
+        raise UserError("--context-length applies only to text encoders (hf:NAME): omit --context-length.")
     if options.context_length is not None and not 4 <= options.context_length <= 1 << 16:
         raise UserError(f"--context-length={options.context_length} must be from 4 to {1 << 16} tokens.")
     if options.image_size is not None and (is_dual or not encodes_images):
-        raise UserError("--image-size is for image encoders (timm:NAME): omit it.")
+        raise UserError("--image-size applies only to image encoders (timm:NAME): omit --image-size.")
     if options.image_size is not None and not 8 <= options.image_size <= 1 << 14:
         raise UserError(f"--image-size={options.image_size} must be from 8 to {1 << 14} pixels.")
     if options.crops and not encodes_images:
@@ -135,7 +149,7 @@ def check_options(options: argparse.Namespace) -> None:
     if options.crops < 0:
         raise UserError(f"--crops={options.crops} must be 1 or more, or 0 for the evaluation crop.")
     if not options.crops and not (options.crop_scale is None and options.seed is None):
-        raise UserError("--crop-scale and --seed are for random crops: set --crops, or omit them.")
+        raise UserError("--crop-scale and --seed have no effect without --crops: set --crops, or omit both.")
     if options.crop_scale is not None and not 0 < options.crop_scale < 1:
         raise UserError(f"--crop-scale={options.crop_scale:g} must be above 0 and below 1.")
     if options.seed is not None and options.seed < 0:

@@ -60,16 +60,20 @@ def main(arguments: Sequence[str]) -> None:
         "--data",
         nargs="+",
         required=True,
-        help="evaluation sets, folders of sets, or shards of pairs; NAME=PATH names one",
+        help="evaluation sets, folders of sets, or shards of pairs; NAME=PATH gives a set or the shards a name",
     )
     parser.add_argument("--tasks", nargs="+", default=[], help="names, keys or patterns of tasks (default: all found)")
-    parser.add_argument("--out", type=Path, help="folder for results (default: RUN/evaluation/STEP)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder for results (default for a run: RUN/evaluation/CHECKPOINT; other models need --out)",
+    )
     parser.add_argument("--batch-size", type=int, default=256, help="images or captions that each rank encodes at once")
     parser.add_argument("--workers", type=int, default=4, help="loader processes per rank; 0 loads in the main process")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="dtype of the towers")
     parser.add_argument("--best", action="store_true", help="score a run's best checkpoint (run.best_metric)")
     parser.add_argument("--ema", action="store_true", help="score the moving average of a run's weights (ema.decay)")
-    blend_help = "blends to score, such as 0,0.5,1: averages of a run's start (0) and its result (1)"
+    blend_help = "blends to score, such as 0,0.5,1: averages of a run's initial weights (0) and final weights (1)"
     parser.add_argument("--blend", type=_fractions, metavar="FRACTIONS", help=blend_help)
     target_help = "task to compare with the others in --blend (default: the run's validation pairs)"
     parser.add_argument("--target", metavar="TASK", help=target_help)
@@ -196,7 +200,8 @@ def _open_tasks(
     name, count = Counter(task.name for task, _ in tasks).most_common(1)[0]
     if count > 1:
         raise UserError(
-            f"{count} of the sets and sources of pairs in --data are called {name}; pass them as NAME=PATH."
+            f"{count} of the sets and sources of pairs in --data are called {name}; pass them as NAME=PATH, with "
+            "different names."
         )
 
     captions = config.data.captions if config else ["txt"]
@@ -267,7 +272,7 @@ def _score_model(
             keys.append(task.key)
             size = None if task.size is None else sum(1 for _ in open_shards(path).samples())
             if size != task.size:
-                message = "%s: %s contains %d samples, but the published set contains %d"
+                message = "%s: %s contains %d samples, but the published set contains %d; do not compare the scores"
                 log.warning(message, task.name, path, size, task.size)
         return keys
 
@@ -403,8 +408,8 @@ def _with_target(
     target = Task.own(_VALIDATION, "retrieval")
     if any(task.key == target.key for task, _ in data.tasks):
         raise UserError(
-            f"A set in --data is called {_VALIDATION}, like the run's validation pairs: pass the set as NAME=PATH with "
-            "another NAME."
+            f"A set in --data is called {_VALIDATION}, which is also the name of the run's validation pairs: pass the "
+            "set as NAME=PATH with another NAME."
         )
     manifest = _open_validation(config, checkpoint, communicator)
     path = Path(validation or "held out of data.train")

@@ -52,7 +52,9 @@ class _Images:
 
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds explore", description=__doc__)
-    parser.add_argument("models", metavar="MODEL", nargs="+", help="one or two: runs, checkpoints or pretrained models")
+    parser.add_argument(
+        "models", metavar="MODEL", nargs="+", help="one or two models, each a run, a checkpoint or a pretrained model"
+    )
     parser.add_argument("--images", required=True, help="a folder of images, or shards as in data.train")
     features_help = "folders that `neuclip-ds embed` wrote for these shards, one for each model, in the same order"
     parser.add_argument("--features", nargs="+", metavar="FOLDER", help=features_help)
@@ -60,8 +62,10 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--captions", nargs="+", metavar="SOURCE", help=captions_help)
     parser.add_argument("--batch-size", type=int, default=64, help="images that are encoded at once")
     parser.add_argument("--workers", type=int, default=4, help="loader processes; 0 loads in the main process")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 lets other machines in")
-    parser.add_argument("--port", type=int, default=7860, help="port to listen at; 0 chooses a free one")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; with 0.0.0.0, other machines can open the page"
+    )
+    parser.add_argument("--port", type=int, default=7860, help="port to listen on; 0 chooses a free port")
     options = parser.parse(arguments)
     check_options(options)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
@@ -89,7 +93,7 @@ def check_options(options: argparse.Namespace) -> None:
     for folder in options.features or []:
         check_path("--features", folder)
         if not is_local(folder):
-            raise UserError(f"--features={folder} is remote: copy the folder to this machine.")
+            raise UserError(f"--features={folder} is remote: copy the folder to this machine, and pass the copy.")
     if options.features is not None and len(options.features) != len(options.models):
         raise UserError(
             f"--features lists {counted(len(options.features), 'folder')} for {counted(len(options.models), 'model')}: "
@@ -97,7 +101,8 @@ def check_options(options: argparse.Namespace) -> None:
         )
     if options.features is not None and options.captions is not None:
         raise UserError(
-            "--captions has no effect with --features, which contain the captions that embed used: omit --captions."
+            "--captions has no effect with --features, because the folders record which captions were embedded: omit "
+            "--captions."
         )
     for package in _PACKAGES:
         spec = importlib.util.find_spec(package)
@@ -174,7 +179,9 @@ def open_images(
     folder = Path(options.images).expanduser()
     if _is_image_folder(folder):
         if embeddings:
-            raise UserError(f"--features are for shards, but {options.images} contains image files: omit --features.")
+            raise UserError(
+                f"--features applies only to shards, but {options.images} contains images: omit --features."
+            )
         loading = loader_options(data, communicator)
         return _Images(collection=FolderImages(folder, captions), manifest=None, loading=loading)
     with tempfile.TemporaryDirectory() as scratch:

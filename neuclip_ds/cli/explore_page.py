@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # optional packages
 
 COUNTS = (12, 24, 48)  # choices for the number of results
 _SIDE = 320  # pixels; maximum side length of a result image
-_QUALITY = 85  # of its JPEG
+_QUALITY = 85  # of the JPEG of a result's image
 _MOST_CLASSES = 1000
 _POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; form-action 'self'; frame-ancestors 'self'"
 _LOOPBACK = ("127.0.0.1", "localhost")
@@ -86,7 +86,7 @@ def _heading(model: str) -> str:
 
 
 def _figure(match: Match, collection: Collection) -> str:
-    """Return the HTML of an image with its similarity, caption and name; an unreadable picture is omitted."""
+    """Return the HTML of an image with its similarity, caption and name, or with the error if it cannot be read."""
     try:
         sample = collection.read(match.index)
         caption = sample.caption or ""
@@ -162,7 +162,7 @@ def build_page(models: Sequence[SearchableModel], collection: Collection, source
     def classify(image: str | None, names_text: str, template: str) -> list[str]:
         names = class_names(names_text)
         if not image:
-            raise fail("Drop an image.")
+            raise fail("Drop an image to classify.")
         if not 2 <= len(names) <= _MOST_CLASSES:
             raise fail(f"Type 2 to {_MOST_CLASSES:,} class names, one per line.")
         if PLACEHOLDER not in template:
@@ -189,7 +189,7 @@ def build_page(models: Sequence[SearchableModel], collection: Collection, source
 
     one_at_a_time = {"concurrency_id": "models", "concurrency_limit": 1, "api_visibility": "private"}
     with gradio.Blocks(title="neuclip-ds explore", analytics_enabled=False) as page:
-        described = f"{len(models[0].features.images.index):,} images of {source}, by cosine similarity."
+        described = f"{len(models[0].features.images.index):,} images of {source}, ranked by cosine similarity."
         gradio.HTML(f"<h2>neuclip-ds explore</h2>{_text(described)}")
         with gradio.Tab("Search"):
             with gradio.Row():

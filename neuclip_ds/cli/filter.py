@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from neuclip_ds.cli.program import Parser
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, counted
 
 _MANY_NEAR = 0.5  # share of near-duplicates above which a warning is printed
 
@@ -26,14 +26,16 @@ def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds filter", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, help="parquet files, or folders of them")
     parser.add_argument("--out", type=Path, required=True, help=".npy file of sorted uids to write")
-    parser.add_argument("--column", default="similarity", help="column of numbers to select by")
+    parser.add_argument("--column", default="similarity", help="column with the numbers by which samples are selected")
     parser.add_argument("--min", type=float, help="smallest value to keep")
     parser.add_argument("--max", type=float, help="largest value to keep")
     parser.add_argument("--top", type=float, help="fraction of samples to keep: those with the largest values")
     near = "drop samples whose image has a cosine similarity of COSINE (such as 0.95) or more to that of a kept sample"
     parser.add_argument("--near-duplicates", type=float, metavar="COSINE", help=near)
     parser.add_argument("--uid-column", default="uid", help="column of uids")
-    parser.add_argument("--within", nargs="+", type=Path, default=[], help="keep only uids listed in all these files")
+    parser.add_argument(
+        "--within", nargs="+", type=Path, default=[], help="keep only uids that all these .npy files list"
+    )
     options = parser.parse(arguments)
     rules = (options.min, options.max, options.top, options.near_duplicates)
     if all(value is None for value in rules):
@@ -54,12 +56,13 @@ def main(arguments: Sequence[str]) -> None:
     bounds = {"minimum": options.min, "maximum": options.max, "top": options.top}
     rule = Rule(**{name: value for name, value in bounds.items() if value is not None})
     selected = select(options.files, options.column, rule, options.out, options.uid_column, options.within, *refine)
-    kept = f"{selected.kept:,} uids of {selected.samples:,} samples"
+    kept = f"{counted(selected.kept, 'uid')} of {counted(selected.samples, 'sample')}"
     bound = "" if math.isinf(selected.minimum) else f", whose {options.column} is at least {selected.minimum:.6g}"
     print(f"{options.out}: {kept}{bound}.")
     if options.near_duplicates is not None:
         candidates = selected.kept + selected.refined
-        print(f"Of {candidates:,} samples, {selected.refined:,} near-duplicates were dropped; {list_path} lists them.")
+        dropped = counted(selected.refined, "near-duplicate")
+        print(f"Dropped {dropped} of {candidates:,} samples; {list_path} lists what was dropped.")
         if selected.refined > _MANY_NEAR * candidates:
             print(
                 f"warning: {selected.refined / candidates:.0%} of the samples were dropped as near-duplicates. A model "

@@ -28,11 +28,11 @@ def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds inspect", description=__doc__)
     parser.add_argument("data", help="dataset, as in data.train: a folder, glob, brace pattern or manifest")
     parser.add_argument(
-        "--recipe", default="demo", help="recipe whose tokenizer, context length and batch size are used"
+        "--recipe", default="demo", help="recipe whose tokenizer, context length and batch size the report uses"
     )
-    parser.add_argument("--samples", type=int, default=2000, help="samples to read")
-    parser.add_argument("--examples", type=int, default=24, help="samples to show")
-    parser.add_argument("--out", type=Path, default=Path("inspect.html"), help="page to write")
+    parser.add_argument("--samples", type=int, default=2000, help="number of samples to read")
+    parser.add_argument("--examples", type=int, default=24, help="number of samples to show on the page")
+    parser.add_argument("--out", type=Path, default=Path("inspect.html"), help="HTML page to write")
     options, overrides = parser.parse_with_overrides(arguments)
     if options.samples < 1 or options.examples < 0:
         raise UserError("--samples must be at least 1, and --examples at least 0.")

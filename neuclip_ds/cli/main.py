@@ -23,8 +23,8 @@ COMMANDS = {
     "embed": "write the features of all samples of a dataset",
     "explore": "search and classify images on a local page",
     "filter": "select samples by similarity or another column",
-    "inspect": "show what is in a dataset before training",
-    "pack": "pack tables of pairs into shards",
+    "inspect": "print statistics of a dataset, and show some of its pairs",
+    "pack": "pack tables or folders of image-caption pairs into shards",
     "build-manifest": "index the shards of a dataset",
     "make-demo-data": "render the demo dataset",
 }

@@ -26,14 +26,17 @@ _MAX_LOST = 0.01  # largest fraction of rows that may be lost because their stor
 
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds pack", description=__doc__)
-    parser.add_argument("table", help="a file, a folder or a glob of files, or a folder of images with texts")
+    parser.add_argument(
+        "table", help="a table (a file, a folder or a glob of files), or a folder of images with captions in .txt files"
+    )
     parser.add_argument("out", type=Path, help="folder for the shards; must be absent or empty")
     parser.add_argument("--image", help="column of images (default: image, filepath, path or a similar name)")
     captions = "columns of captions, each with the member to write it to (txt if omitted); default: caption or text"
     parser.add_argument("--captions", nargs="+", default=[], metavar="[MEMBER=]COLUMN", help=captions)
     parser.add_argument("--shard-size", type=int, default=10_000, help="samples per shard")
     quotes = (
-        "whether quotes enclose cells of CSV and TSV; auto is on, but refuses a cell that seems to contain other rows"
+        "whether quotes enclose cells in CSV and TSV files; auto means on, but refuses a cell that seems to contain "
+        "other rows"
     )
     parser.add_argument("--quotes", choices=("auto", "on", "off"), default="auto", help=quotes)
     options = parser.parse(arguments)
@@ -60,5 +63,5 @@ def main(arguments: Sequence[str]) -> None:
     if packed.lost > _MAX_LOST * packed.rows:
         raise UserError(
             f"The storage failed for the images of {packed.lost:,} of {packed.rows:,} rows; the others are packed. "
-            f"When the storage works again, pack {options.out / RETRY} to another folder, and train on both."
+            f"When the storage works again, pack {options.out / RETRY} to another folder, and train on both folders."
         )

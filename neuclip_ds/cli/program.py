@@ -27,7 +27,7 @@ def exit_on_mistake() -> Iterator[None]:
             yield
     except (UserError, TrainingDiverged, Interrupted) as error:
         environment = RankEnvironment(rank=0, local_rank=0, world_size=1)
-        with suppress(UserError):  # which is the error to report
+        with suppress(UserError):  # invalid environment variables: `error` already reports this
             environment = read_environment()
         host = "" if environment.rank == 0 else f"{socket.gethostname()}: "
         is_first_of_node = environment.local_rank == 0
@@ -49,8 +49,9 @@ class Parser(argparse.ArgumentParser):
         """Return the values of all options; raise UserError for an unknown, missing or invalid option."""
         options, unknown = self.parse_with_overrides(arguments)
         if unknown:
+            kind = "option" if unknown[0].startswith("-") else "argument"
             hint = nearest(unknown[0].split("=")[0], self._option_string_actions) or "."
-            raise UserError(f"Unknown option {unknown[0]}{hint} See --help.")
+            raise UserError(f"Unknown {kind} {unknown[0]}{hint} See {self.prog} --help.")
         return options
 
     def parse_with_overrides(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

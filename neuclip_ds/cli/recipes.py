@@ -21,7 +21,7 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse(arguments)
     names = [name for name in recipe_names() if options.text in name]
     if not names:
-        raise UserError(f"No recipe's name contains {options.text}; `neuclip-ds recipes` lists all.")
+        raise UserError(f"No recipe's name contains {options.text}; `neuclip-ds recipes` lists all recipes.")
     width = max(map(len, names))
     for name in names:
         print(f"{name:<{width}}  {recipe_summary(name)}")

@@ -19,7 +19,7 @@ from neuclip_ds.errors import UserError
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds report", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("--out", type=Path, help="page to write for several runs (default: comparison.html)")
+    parser.add_argument("--out", type=Path, help="page to write if you pass several runs (default: comparison.html)")
     options = parser.parse(arguments)
     for run in options.runs:
         check_path("RUN", str(run))
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> None:
 
     if len(options.runs) == 1:
         (run,) = options.runs
-        with explain_disk(run):
+        with explain_disk(run, "copy the run to another folder"):
             print(write_report(run))
         return
     out = options.out or Path("comparison.html")

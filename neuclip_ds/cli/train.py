@@ -89,7 +89,10 @@ def main(arguments: Sequence[str], hooks: Sequence[Any] = ()) -> None:
     environment = read_environment()
     # docs: end
     if command.recipe is None and environment.rank == 0:
-        log.warning("No recipe is named, so this runs the demo recipe, a smoke test of the machine or the cluster.")
+        log.warning(
+            "No recipe is named, so the demo recipe runs, which only tests the machine or the cluster; "
+            "`neuclip-ds recipes` lists the recipes."
+        )
     if command.print_config:
         print(dump(config), end="")
         return
@@ -102,7 +105,7 @@ def main(arguments: Sequence[str], hooks: Sequence[Any] = ()) -> None:
     check_run(config)
     configure_logging(environment.rank)
     folder = config.run.output_dir / str(config.run.name)
-    log.info("run %s: importing PyTorch and DeepSpeed, which takes seconds", folder)
+    log.info("run %s: importing PyTorch and DeepSpeed, which takes several seconds", folder)
     # the config is checked before these imports
     from neuclip_ds.api import train
 

@@ -1,6 +1,6 @@
-"""Change the colors of cropped training images, or apply a timm policy, with randomness from the sample's seed alone.
+"""Change the colors of cropped training images, or apply a timm policy; all randomness comes from the sample's seed.
 
-The transforms are those of torchvision and timm, on PIL images as in open_clip and timm. They draw from the global
+torchvision's and timm's own transforms are used, on PIL images as in open_clip and timm. They draw from the global
 random states of torch, numpy and Python, which are seeded for each image and restored afterward.
 """
 
@@ -24,9 +24,9 @@ from neuclip_ds.errors import explained
 
 Augment = Callable[[Image.Image], Image.Image]
 
-_STREAM = 0x5851F42D4C957F2D  # the crop is drawn with the seed itself, so the augmentation uses another one
-_TRANSLATION = 0.45  # of the image's side: timm's limit of translations in pixels
-_AUGMIX_TRANSLATION = 0.3  # the same, as timm sets it for AugMix
+_STREAM = 0x5851F42D4C957F2D  # XORed with the seed for the augmentations, because the seed itself draws the crop
+_TRANSLATION = 0.45  # timm's limit on translations, as a fraction of the image's side
+_AUGMIX_TRANSLATION = 0.3  # timm's limit for AugMix, as a fraction of the image's side
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def augmented(transform: ImageTransform, config: AugmentConfig, mean: Channels) 
     Args:
         transform: transform that returns the cropped image.
         config: the options under `data.augment`.
-        mean: mean per channel, in [0, 1]: the color of pixels that a policy moves into the image.
+        mean: mean per channel, in [0, 1]; a policy fills the areas that it uncovers with this color.
 
     Raises:
         UserError: timm has no such policy.

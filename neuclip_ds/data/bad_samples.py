@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 _MIN_SAMPLES = 1000  # fewer samples say little: 1 bad sample in the first 50 does not mean that 2% of the data is bad
 _RECENT_STEPS = 1000  # number of a rank's latest steps to which the wider limit applies
-_RECENT_FACTOR = 10  # the wider limit / max_fraction: the bad samples of one damaged shard come within a few steps
+_RECENT_FACTOR = 10  # wider limit / max_fraction: one damaged shard can give many bad samples in a few steps
 
 
 class BadSampleLog:
@@ -26,7 +26,12 @@ class BadSampleLog:
 
     The run stops if more than `max_fraction` of the samples read so far are bad. It also stops if the fraction of bad
     samples in the last 1,000 steps of one rank exceeds ten times `max_fraction`, for example because a node has lost
-    its data. Both denominators are at least 1,000. Rank 0 creates the file when the first bad sample is listed.
+    its data. Both fractions are taken of at least 1,000 samples, even if fewer have been read.
+
+    Args:
+        folder: the folder of the file, which is created when the first bad sample is listed.
+        max_fraction: the largest fraction of bad samples with which the run continues (`data.max_bad_fraction`).
+        writes: whether this rank writes the file; true on one rank.
 
     Attributes:
         seen: the total number of samples read by all ranks, as of the last `merge`.
@@ -54,12 +59,12 @@ class BadSampleLog:
         return self.causes.total()
 
     def restore(self, seen: int, causes: Mapping[str, int]) -> None:
-        """Continue from the counts of an interrupted run."""
+        """Continue from the counts that a checkpoint stored: `seen` samples, and the number of bad samples by cause."""
         self.seen = seen
         self.causes = Counter(causes)
 
     def record(self, batch: Batch | RankBatch) -> None:
-        """Count the samples of this rank's batch and log the bad ones."""
+        """Count the samples of this rank's batch, and log the rank's 1st, 2nd, 4th, 8th ... bad sample."""
         samples = int((batch.index != PADDING).sum())
         self._recent.append((samples, len(batch.bad)))
         self._new_seen += samples
@@ -68,12 +73,12 @@ class BadSampleLog:
             self._recorded += 1
             if self._recorded & (self._recorded - 1) == 0:  # only the 1st, 2nd, 4th, 8th ..., to keep the log short
                 log.warning(
-                    "bad sample with index %d (bad so far on this rank: %d), %s in %s: %s",
-                    sample.index,
-                    self._recorded,
+                    "sample %s of %s (index %d) cannot be used (%s); unusable samples on this rank so far: %d",
                     sample.key,
                     sample.shard,
+                    sample.index,
                     sample.reason,
+                    self._recorded,
                 )
 
     def take_new(self) -> list[Any]:
@@ -100,7 +105,8 @@ class BadSampleLog:
             raise UserError(
                 f"{self.bad} of {self.seen} samples cannot be used, more than "
                 f"data.max_bad_fraction={self._max_fraction} allows (the most frequent cause, {counted(count, 'time')}"
-                f": {cause}); fix the shards listed in {self.path} or raise the limit."
+                f": {cause}). Fix the samples that {self.path} lists with their shards, or raise "
+                "data.max_bad_fraction."
             )
         if problem := next((problem for _, _, problem in new_of_ranks if problem is not None), None):
             raise UserError(problem)
@@ -114,10 +120,10 @@ class BadSampleLog:
         if bad <= self._max_fraction * _RECENT_FACTOR * max(seen, _MIN_SAMPLES):
             return None
         return (
-            f"{bad} of the {seen} samples that a rank on {socket.gethostname()} has read in its last "
-            f"{len(self._recent)} steps cannot be used, more than {_RECENT_FACTOR} times "
-            f"data.max_bad_fraction={self._max_fraction} (the latest: {self._new_bad[-1].reason}); check the data and "
-            "the storage on that node."
+            f"{bad:,} of the {counted(seen, 'sample')} that a rank on {socket.gethostname()} has read in its last "
+            f"{counted(len(self._recent), 'step')} cannot be used, more than {_RECENT_FACTOR} times the fraction that "
+            f"data.max_bad_fraction={self._max_fraction} allows (the latest reason: {self._new_bad[-1].reason}). Check "
+            "the data and the storage on that node."
         )
 
     def _list(self, new: Mapping[int, BadSample]) -> None:

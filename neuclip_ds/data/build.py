@@ -38,10 +38,10 @@ from neuclip_ds.files import atomic_write, explain_disk
 log = logging.getLogger(__name__)
 
 OnProgress = Callable[[int, int], None]  # (shards done, total shards)
-RESUME = "run the same command again, which resumes"
+RESUME = "choose another folder; with the same folder, the build resumes"
 
 _BUILDING = ".building"  # folder of an unfinished build's results
-_RESULTS_VERSION = 2  # of the format of the results
+_RESULTS_VERSION = 2  # version of the format of the results
 _UNREADABLE = "unreadable_shards.jsonl"
 _MOST_COMPARED = 500_000_000  # maximum number of samples for which uids and images are compared
 _SHARDS_PER_PROCESS = 16  # scanning this many shards takes longer than starting a process
@@ -79,13 +79,14 @@ def open_manifest(
     processes: int | None = None,
     options: ScanOptions = ScanOptions(),
 ) -> Manifest:
-    """Open the manifest folder `source`, or the manifest of the local shards that `resolve_shards` finds for `source`.
+    """Open the manifest folder `source`, or build the manifest of the local shards that `resolve_shards` finds for it.
 
     A manifest of local shards is stored in `cache` under a hash of the options and of the shards' paths, sizes and
-    modification times, and is reused until one of them changes or the stored manifest is damaged. Several processes may
+    modification times. It is reused until one of them changes or the stored manifest is damaged. Several processes may
     call this function at the same time. `processes` is as in `build_manifest`.
 
-    Raises UserError if a shard is unusable, is listed twice, or is remote and `source` is not a manifest folder.
+    Raises UserError if no shard is found, if a shard is unusable, is listed twice, or is remote and `source` is not a
+    manifest folder, or if the sample tables of a manifest folder lack members that contain captions.
     """
     if source and is_manifest(source):
         manifest = load_manifest(source)
@@ -94,8 +95,8 @@ def open_manifest(
             missing = [name for name in members if name not in manifest.samples.members]
             if missing:
                 raise UserError(
-                    f"The manifest {source} does not list {', '.join(missing)} members; build it again with "
-                    f"--captions {' '.join(options.captions)}."
+                    f"The manifest {source} does not list the members {', '.join(missing)} of its samples; build it "
+                    f"again with neuclip-ds build-manifest --captions {' '.join(options.captions)}."
                 )
     else:
         paths = resolve_shards(source)
@@ -106,7 +107,7 @@ def open_manifest(
         stored = _load_stored(folder)
         manifest = stored or build_manifest(paths, processes, options)
         if stored is None:
-            with explain_disk(folder):
+            with explain_disk(folder, "build it elsewhere with neuclip-ds build-manifest, and pass that folder"):
                 folder.mkdir(parents=True, exist_ok=True)
                 write_shards(manifest, folder)
     check_distinct(manifest)
@@ -120,8 +121,8 @@ def _load_stored(folder: Path) -> Manifest | None:
     try:
         return load_manifest(folder)
     except UserError as error:
-        log.warning("rebuilding the manifest in %s, because it cannot be used; you need not do anything", folder)
-        log.debug("%s", error)
+        problem, _, _ = str(error).rpartition(";")  # the rest is advice for manifests of the user
+        log.warning("rebuilding the stored manifest, because it cannot be used; you need not do anything. %s", problem)
         return None
 
 
@@ -166,7 +167,9 @@ def write_manifest(
         raise UserError(f"{folder} already contains a manifest; delete the folder, or choose a different one.")
     if options.side_files:
         if options.has_tables:
-            raise UserError("Uids and checksums are read from the shards; omit --from-side-files, or omit --uids.")
+            raise UserError(
+                "Uids and checksums cannot be read from side files; omit --from-side-files, or omit --uids."
+            )
         check_names(paths)
     UidFiles(options.uids).check_order()
     sizes = {path: _size_of(path) for path in paths}
@@ -183,8 +186,8 @@ def write_manifest(
     if failures and not (skip_unreadable and scans):
         raise UserError(
             f"{len(failures)} of {len(paths)} shards cannot be used. The first: {next(iter(failures.values()))} "
-            "Fix these shards or omit them from the sources, and run the same command again, which scans only what it "
-            "has not scanned yet; or set --skip-unreadable."
+            "Fix these shards or omit them from the sources, and run the same command again, which scans only the "
+            "shards that are left; or pass --skip-unreadable to build the manifest without them."
         )
     for scan in scans:
         log_loss(scan)
@@ -206,7 +209,7 @@ def write_manifest(
         with atomic_write(unreadable) as temporary:
             temporary.write_text("".join(f"{redact(line)}\n" for line in lines), encoding="utf-8")
         log.warning(
-            "omitted the shards that cannot be used, %d of %d; %s lists them", len(failures), len(paths), unreadable
+            "omitted %d of %d shards, which cannot be used; %s lists them", len(failures), len(paths), unreadable
         )
 
     write_shards(manifest, folder, locations)  # last, because this makes the folder a manifest
@@ -234,7 +237,12 @@ def scan_shards(
         results: the folder for the results of finished groups.
         tables: the folder for the sample tables, or None to omit the tables.
         sizes: maps the path of each shard to its size in bytes, or to None if the size is unknown.
+        options: the options of the scan.
+        executor: as in `write_manifest`.
         on_progress: called with (shards done, total shards); shards finished by an interrupted scan count as done.
+
+    Raises:
+        UserError: the results cannot be written, or a shard changed during the scan.
     """
     key = hashlib.sha256(f"{_RESULTS_VERSION} {options} {tables is not None}".encode()).hexdigest()[:16]
     with explain_disk(results, "choose another folder"):
@@ -344,8 +352,8 @@ def _warn_of_repeats(manifest: Manifest) -> None:
     if len(repeated_hashes):
         high, low = _find_uid(tables, repeated_hashes[0])
         log.warning(
-            "%d of %d samples have the same uid as another sample, such as %016x%016x: --uids keeps all of "
-            "them or none. Give each sample its own uid, or omit the copies.",
+            "%d of %d samples have the uid of an earlier sample, such as %016x%016x: --uids keeps all samples with the "
+            "same uid, or none of them. Give each sample a different uid, or omit the copies.",
             len(repeated_hashes),
             count,
             high,
@@ -354,8 +362,8 @@ def _warn_of_repeats(manifest: Manifest) -> None:
     repeated_checksums, count = _repeats(tables.image_checksums())
     if len(repeated_checksums):
         log.warning(
-            "%d of %d samples have the same image as another sample: within a batch, they are negatives of each other. "
-            "Put their captions into one sample, as neuclip-ds pack does, or select by uid.",
+            "%d of %d samples have the image of an earlier sample: within a batch, equal images are negatives of each "
+            "other. Put all captions of an image into one sample, as neuclip-ds pack does, or omit copies (--uids).",
             len(repeated_checksums),
             count,
         )

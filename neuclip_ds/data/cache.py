@@ -83,21 +83,27 @@ class ShardCache:
         if capacity_bytes > disk_bytes:
             raise UserError(
                 f"data.cache_gb={capacity_bytes / 1e9:g} is more than the disk of {folder} holds "
-                f"({disk_bytes / 1e9:.1f} GB): lower it, or set data.cache_dir to a folder on a larger disk."
+                f"({disk_bytes / 1e9:.1f} GB): lower data.cache_gb, or set data.cache_dir to a folder on a larger disk."
             )
 
     def path(self, url: str, expected_bytes: int, expected_crc32: int | None = None) -> Path:
         """Fetch a shard if it is not cached, mark it as used, and return its path, which is valid until eviction.
 
+        Args:
+            url: the URL of the shard.
+            expected_bytes: the size of the shard; a cached copy of a different size is fetched again.
+            expected_crc32: the checksum that a fetched shard must have; None if it is not known.
+
         Raises:
-            FetchError: an attempt to fetch the shard, now or in the last minute, found it missing or damaged.
-            UserError: the storage refuses access or has failed for too long, this machine cannot fetch the shard, the
+            FetchError: attempts to fetch the shard, now or in the last minute, found it missing or damaged, or reached
+                a limit of this machine.
+            UserError: the storage refuses access or has failed for too long, the address or its backend is wrong, the
                 shard is larger than the whole cache, or the cache folder cannot be used.
         """
         if expected_bytes > self.capacity_bytes:
             raise UserError(
-                f"Shard {url} is {expected_bytes / 1e9:.2f} GB and does not fit into the cache: raise data.cache_gb, "
-                f"which is {self.capacity_bytes / 1e9:g} GB."
+                f"{url} takes {expected_bytes / 1e9:.3g} GB and does not fit into the cache: raise data.cache_gb "
+                f"(now {self.capacity_bytes / 1e9:g})."
             )
         retries = Retries(url, self._max_outage, self._backoff)
         try:
@@ -110,14 +116,15 @@ class ShardCache:
             raise
         except OSError as error:
             raise UserError(
-                f"The shard cache {self._folder} cannot be used ({error}); make room, or change data.cache_dir."
+                f"The shard cache {self._folder} cannot be used ({error}); make room or give write permission there, "
+                "or change data.cache_dir."
             ) from error
         return self._shard(url)
 
     def open(self, url: str, expected_bytes: int, expected_crc32: int | None = None) -> FileIO:
         """Open a shard's local copy, which is fetched if necessary; the open file stays readable after an eviction."""
         while True:
-            with suppress(FileNotFoundError):  # evicted in between
+            with suppress(FileNotFoundError):  # evicted before it was opened
                 return FileIO(self.path(url, expected_bytes, expected_crc32))
 
     def open_arrived(self, url: str, expected_bytes: int, extents: Iterable[tuple[int, int]]) -> FileIO | None:
@@ -137,7 +144,7 @@ class ShardCache:
                 if time.monotonic() > next_check:
                     next_check += _POLL_OWNER
                     with suppress(Timeout), FileLock(self._folder / "locks" / name, blocking=False):
-                        return None  # the process that fetched it has ended
+                        return None  # the process that fetched the shard has ended
                 with deferring(False):
                     time.sleep(_POLL_PIECES)
             return FileIO(folder / DATA)
@@ -169,7 +176,7 @@ class ShardCache:
     def complete(self, shard: PartialShard, expected_crc32: int | None = None) -> bool:
         """Move a shard whose pieces have all arrived into the cache; if its checksum differs, abandon it.
 
-        Returns whether the shard is now in the cache.
+        `expected_crc32` is the checksum; None if it is not known. Returns whether the shard is now in the cache.
         """
         data = shard.folder / DATA
         is_intact = expected_crc32 is None or checksum_of(data).crc32 == expected_crc32
@@ -203,7 +210,7 @@ class ShardCache:
         folders = [self._folder / "shards", *(self._folder / "fetching").iterdir()]
         total = 0
         for folder in folders:
-            total += sum(status.st_blocks * _BLOCK_OF_STAT for _, status in files_in(folder))  # without holes
+            total += sum(status.st_blocks * _BLOCK_OF_STAT for _, status in files_in(folder))  # excludes holes in files
         return total
 
     def waits_for_storage(self) -> bool:
@@ -217,7 +224,11 @@ class ShardCache:
         return self._folder / "shards" / f"{name_of(url)}-{safe_name[-60:]}"
 
     def _try_to_fetch(self, url: str, size: int, crc32: int | None, retries: Retries) -> float:
-        """Fetch a shard unless another process is doing so or space is short; return how many seconds to wait."""
+        """Fetch a shard unless another process is doing so or space is short.
+
+        Returns how many seconds to wait before checking again whether the shard is cached. Raises FetchError if the
+        shard is missing or damaged, and UserError as `Retries.pause_after` does.
+        """
         name = name_of(url)
         failed = self._folder / "failed" / name
         with suppress(Timeout), FileLock(self._folder / "locks" / name, blocking=False):
@@ -239,7 +250,10 @@ class ShardCache:
         return _POLL
 
     def _pause_after(self, failure: AttemptFailed, retries: Retries) -> float:
-        """Return how many seconds to wait after a failed attempt; record repeated failures for the whole node."""
+        """Return how many seconds to wait after a failed attempt; record repeated failures for the whole node.
+
+        Raises the same errors as `Retries.pause_after`.
+        """
         try:
             pause = retries.pause_after(failure)
         except FetchError as error:
@@ -252,7 +266,7 @@ class ShardCache:
             if _modified(outage) < now - _RETRY_AFTER:
                 log.warning("waiting for shards: %s cannot be fetched (%s)", retries.url, failure)
             outage.touch()
-            os.utime(outage, (now, now + pause + 2 * self.timeout))  # time by which the next attempt will have ended
+            os.utime(outage, (now, now + pause + 2 * self.timeout))  # until the next attempt has ended
         return pause
 
     def _reserve(self, name: str, size: int) -> Path | None:
@@ -263,7 +277,8 @@ class ShardCache:
         fetching = self._folder / "fetching"
         free = self.capacity_bytes
         with FileLock(self._folder / "lock"):
-            for other in list(fetching.iterdir()):  # first, because they may become complete shards
+            # partial shards first: one that is completed in the meantime is counted twice rather than missed
+            for other in list(fetching.iterdir()):
                 owner, _, reserved = other.name.partition("-")
                 if owner in self._begun:
                     free -= int(reserved)
@@ -271,7 +286,7 @@ class ShardCache:
                 lock = FileLock(self._folder / "locks" / owner, blocking=False)
                 try:
                     with nullcontext() if owner == name else lock:
-                        shutil.rmtree(other, ignore_errors=True)  # the process that fetched it has ended
+                        shutil.rmtree(other, ignore_errors=True)  # the process that fetched this shard has ended
                 except Timeout:
                     free -= int(reserved)
             if size > free:

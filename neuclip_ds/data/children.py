@@ -22,7 +22,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 def end_with_parent(parent: int) -> None:
-    """Ignore stop signals, and make the Linux kernel kill this process when its parent process, `parent`, ends.
+    """Ignore stop signals, and make the Linux kernel kill this process when its parent, with process ID `parent`, ends.
 
     Launchers and terminals send stop signals to every process in the tree, but the parent decides when its child
     processes end.
@@ -51,7 +51,7 @@ class _Process(SpawnProcess):
 
 
 class _ProcessStarter(SpawnContext):
-    """A context of multiprocessing that starts processes of the class `_Process` and keeps a list of them."""
+    """A multiprocessing context that starts processes of the class `_Process` and keeps a list of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,9 +101,12 @@ def _describe_first_end(processes: Sequence[SpawnProcess]) -> str:
 
 
 def describe_exit(code: int) -> str:
-    """Describe how a child process ended, and suggest a fix; `code` is its exit code, negative for a signal."""
+    """Describe how a child process ended and, where possible, suggest a fix.
+
+    `code` is the exit code of the process: the negative number of the signal that ended it, if a signal did.
+    """
     if code == -signal.SIGKILL:
-        return "was killed (SIGKILL); if memory ran out, use fewer processes"
+        return "was killed (SIGKILL); if memory ran out, close other programs, or use fewer processes"
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     return f"ended with exit code {code}; its output above may name the reason"

@@ -78,7 +78,11 @@ def caption_numbers(seed: int, epochs: ArrayLike, indices: ArrayLike) -> NDArray
 
 
 class SampleReader:
-    """Reads the stored bytes of samples, and describes samples that cannot be used."""
+    """Reads the stored bytes of samples, and describes samples that cannot be used.
+
+    `members` are the extensions of the members with captions. Raises UserError if a shard is remote and there is no
+    `cache`.
+    """
 
     def __init__(self, manifest: Manifest, members: Sequence[str], cache: ShardCache | None = None) -> None:
         self._manifest = manifest
@@ -123,9 +127,9 @@ class PairDataset:
 
     `seed` seeds the augmentation and the choice among a sample's captions. Batches contain the rows of `tables`: the
     features of the drawn caption, and of the drawn crop if a table has random crops. In that case, `random_crops` is
-    their number N, and epoch e augments images as epoch e mod N does. The tables `image_features` and `text_features`
-    replace the images and the captions, which are then not decoded or tokenized. With both, no shard is read, unless
-    the draw of a caption depends on weights.
+    the number N of crops, and epoch e augments images as epoch e mod N does; otherwise, it is 0. The tables
+    `image_features` and `text_features` replace the images and the captions, which are then not decoded or tokenized.
+    With both of these tables, no shard is read, unless the draw of a caption depends on weights.
     """
 
     def __init__(
@@ -163,7 +167,7 @@ class PairDataset:
         """
         # the random numbers of each row: the seed of its augmentation, and the number that draws its caption
         epochs, indices = np.array(items, dtype=np.int64).reshape(-1, 2).T
-        nonnegative_indices = np.maximum(indices, 0)  # `hash64` takes no padding
+        nonnegative_indices = np.maximum(indices, 0)  # `hash64` does not accept -1
         crops = epochs % self._random_crops if self._random_crops else epochs
         seeds = augmentation_seeds(self._seed, crops, nonnegative_indices)
         numbers = caption_numbers(self._seed, epochs, nonnegative_indices)

@@ -71,7 +71,7 @@ class Captions:
         self._sources = [_parse(name) for name in names]
         self._weights = list(names.values()) if isinstance(names, Mapping) else None
         if not self._sources:
-            raise UserError("data.captions is empty; list a source of captions, such as txt.")
+            raise UserError("data.captions names no source of captions; list at least one, such as txt.")
         self.extensions = tuple(dict.fromkeys(source.extension for source in self._sources))
 
     @property
@@ -129,8 +129,8 @@ def _parse(name: str) -> _Source:
     if (kind == TEXT and key in ("", _LINES)) or (kind == JSON and key):
         return _Source(prefix.lower() + kind, kind == JSON, key)
     raise UserError(
-        f"data.captions contains {name!r}, which is not a source: use txt, txt:lines, json:KEY or a form such as "
-        "syn.txt."
+        f"{name!r} is not a source of captions (data.captions or --captions): use txt, txt:lines, json:KEY, or one of "
+        "these after a prefix, such as syn.txt."
     )
 
 
@@ -176,7 +176,8 @@ Decode = Callable[[bytes, "int | None"], Decoded]
 def decode_pil(data: bytes, min_side: int | None = None) -> Decoded:
     """Decode an image to RGB with PIL.
 
-    If `min_side` is given, a JPEG whose short side is at least 2 x `min_side` is scaled down.
+    If `min_side` is given, a JPEG whose short side is at least 2 x `min_side` pixels is scaled down by 2, 4 or 8; the
+    short side then still has at least `min_side` pixels. By default, no image is scaled.
 
     Raises:
         DecodeError: the format is not JPEG, PNG, WebP, GIF or BMP, the data are truncated or broken, there are more

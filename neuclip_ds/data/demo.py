@@ -43,7 +43,7 @@ Words = Sequence[str]  # the first word is the canonical one
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """A group of `number` identical objects; shape, color, size and place are keys of the tables below."""
+    """A group of `number` objects that look alike; shape, color, size and place are keys of the tables below."""
 
     shape: str
     color: str
@@ -68,7 +68,7 @@ class PairPlan:
     scene: Scene
     template: int  # index into TEMPLATES
     original: int | None  # index of the pair that this one nearly duplicates
-    rng: Random  # for all further choices
+    rng: Random  # makes all further choices
 
 
 def _arc(radius: float, points: int = 40) -> tuple[Point, ...]:
@@ -153,10 +153,18 @@ def make_demo_data(
 ) -> None:
     """Render the three splits in a temporary folder, then rename it, so that `folder` is never incomplete.
 
-    The processes (by default one per core) are spawned, so a script must call this function with `processes=1` or under
-    `if __name__ == "__main__"`. `size` is the side length of the images in pixels; the `zero_shot` images are balanced
-    across the classes. `on_progress` is called with (images done, total images). Raises UserError if `folder` is not
-    empty or cannot be written, or if a number is out of range.
+    Args:
+        folder: the folder to create; an empty folder is replaced.
+        pairs: the number of training pairs.
+        held_out: the number of pairs in `val`.
+        zero_shot: the number of zero-shot images, which are balanced across the classes.
+        size: the side length of the images in pixels, from 16 to 1024.
+        seed: the seed of all random choices.
+        processes: the number of processes; by default, one per core. With 1, this process renders all images.
+        on_progress: called with (images done, total images).
+
+    Raises:
+        UserError: `folder` is not empty or cannot be written, or a number is out of range.
     """
     processes = (os.cpu_count() or 1) if processes is None else processes
     for name, count in (("pairs", pairs), ("held_out", held_out), ("zero_shot", zero_shot), ("processes", processes)):
@@ -199,7 +207,8 @@ def demo_split(source: str, cache: Path) -> Path:
     """
     _, _, split = source.partition(":")
     if split not in SPLITS or source != f"demo:{split}":
-        raise UserError(f"'{source}' is not a demo split; choose {', '.join(f'demo:{name}' for name in SPLITS)}.")
+        splits = ", ".join(f"demo:{name}" for name in SPLITS)
+        raise UserError(f"'{source}' is not a demo split; choose one of {splits}.")
     folder = cache / "demo"
     if not (folder / split).is_dir():
         try:
@@ -362,6 +371,7 @@ def _random_group(rng: Random, shape: str, color: str, place: str, number: int) 
 
 
 def _shade(rgb: Rgb, rng: Random, spread: int) -> Rgb:
+    """Return a color whose channels differ from `rgb` by random amounts of up to `spread`."""
     red, green, blue = (min(255, max(0, channel + rng.randint(-spread, spread))) for channel in rgb)
     return red, green, blue
 
@@ -411,6 +421,7 @@ def _draw_group(draw: ImageDraw.ImageDraw, group: Group, sideways: bool, side: i
 
 
 def _inside(middle: float, extent: float) -> float:
+    """Return the position nearest to `middle` at which objects of the given extent are within the image (0 to 1)."""
     half = min(0.5, extent / 2 + 0.015)
     return min(1 - half, max(half, middle))
 

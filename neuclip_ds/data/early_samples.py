@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 _THREADS = 4
 _PIECES_AT_ONCE = 16  # simultaneous requests of each thread
 _REST_PIECES = 4  # simultaneous requests for the rest of one shard
-_REST_BYTES = 4 << 20  # maximum bytes of one of these requests
+_REST_BYTES = 4 << 20  # maximum bytes of one request for the rest of a shard
 _POLL = 0.01  # seconds
 
 
@@ -46,7 +46,9 @@ class EarlySamples:
     If a piece cannot be fetched, the shard is abandoned, and is then fetched as a whole, which handles the error.
 
     Args:
+        cache: the node's cache.
         reader: a reader of the manifest that lists `shards`; the manifest must have sample tables.
+        shards: all shards of the manifest.
         samples_of_batch: a function of a batch's number that returns the indices of the samples that this node reads.
     """
 
@@ -64,7 +66,7 @@ class EarlySamples:
         self._ranges = RangeReader(cache.timeout)
         self._begun: dict[int, PartialShard] = {}  # by the number of the shard
         self._mutex = threading.Lock()  # held while a shard leaves `_begun`
-        self._requested_end = 0  # the samples of later batches have not been requested
+        self._requested_end = 0  # number of the first batch whose samples have not been requested
         self._pool = ThreadPoolExecutor(_THREADS)
 
     def begin(self, numbers: Iterable[int]) -> None:
@@ -113,13 +115,13 @@ class EarlySamples:
                     yield _Claim(sample.shard, shard, piece)
 
     def fetch_rest(self, number: int) -> bool:
-        """Fetch everything else of a begun shard; return whether the shard is now in the cache."""
+        """Fetch the unclaimed bytes of a begun shard, and wait for the rest; return whether the cache has the shard."""
         shard = self._begun.get(number)
         while shard is not None and not shard.is_complete:
             pieces = shard.claim_next(_REST_PIECES, _REST_BYTES)
             if pieces:
                 self._fetch([_Claim(number, shard, piece) for piece in pieces])
-            else:  # only samples are still on their way
+            else:  # all bytes are claimed, but other threads have not received theirs yet
                 time.sleep(_POLL)
             shard = self._begun.get(number)  # None if a piece could not be fetched
         # another thread may have fetched the same shard for a later request
@@ -154,7 +156,7 @@ class EarlySamples:
 
     def _abandon(self, claim: _Claim, error: Exception) -> None:
         if self._take(claim.number, claim.shard):  # only after the first failure of the shard
-            log.debug("shard %s is fetched as a whole, because of %r", claim.shard.url, error)
+            log.debug("fetching shard %s as a whole, because a piece of it failed: %r", claim.shard.url, error)
             self._cache.abandon(claim.shard)
 
     def _take(self, number: int, shard: PartialShard) -> bool:

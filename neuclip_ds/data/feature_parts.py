@@ -4,7 +4,7 @@
 
     index           int64 (n,)             the samples' global indices, ascending
     image           dtype (n, crops, d)    features of each view of the image; absent if no images were encoded
-    text            dtype (m, d)           features of the captions, sample after sample; absent without captions
+    text            dtype (m, d)           features of the captions, sample after sample; absent if none were encoded
     text_start      int64 (n + 1,)         the captions of sample i are rows text_start[i] ... text_start[i + 1] - 1
     first_caption   int32 (n,)             number of the sample's first encoded caption among all of its captions
 
@@ -72,7 +72,7 @@ def write_part(folder: Path, part: FeaturePart) -> None:
         array = getattr(part, name)
         if array is not None:
             tensors[name] = np.ascontiguousarray(array)
-    # one entry, because safetensors writes several in an arbitrary order
+    # all fields in one entry, because safetensors writes several entries in an arbitrary order
     metadata = {_METADATA: json.dumps({"job": part.job, "shard": part.shard, "samples": part.samples})}
     with atomic_write(folder / part_name(part.shard)) as temporary:
         save_file(tensors, temporary, metadata)

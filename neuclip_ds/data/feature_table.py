@@ -64,13 +64,13 @@ def join_features(pieces: Sequence[StoredFeatures]) -> StoredFeatures:
 class FeatureTable:
     """Stored features of a dataset's samples; rows are read from memory-mapped files of one shard each.
 
-    A row takes (crops + captions) x d values of 2 or 4 bytes, and 20 bytes for its index and its captions: 2,068 bytes
-    for an image and a caption of width 512 in float16, so 2.1 TB for a billion samples (calculated). In memory, a table
-    needs 8 bytes per shard. Local files are mapped in place; the page cache shares them between processes. Remote files
-    are fetched whole into the shard cache, which then also holds one feature file for each shard that training reads at
-    the same time (21 MB for 10,000 samples of this size). Feature files are fetched ahead of training, and as often as
-    their shards (neuclip_ds/data/prefetch.py), because training reads the samples of a shard in random order within a
-    shuffle block.
+    A sample takes (crops + captions) x d values of 2 or 4 bytes, and 20 bytes for its index and the numbers of its
+    captions: 2,068 bytes for an image and a caption of width 512 in float16, so 2.1 TB for a billion samples
+    (calculated). In memory, a table needs 16 bytes per shard. Local files are mapped in place; the page cache shares
+    them between processes. Remote files are fetched whole into the shard cache, which then also holds one feature file
+    for each shard that training reads at the same time (21 MB for 10,000 samples of this size). Feature files are
+    fetched ahead of training, and as often as their shards (neuclip_ds/data/prefetch.py), because training reads the
+    samples of a shard in random order within a shuffle block.
 
     Attributes:
         embedding: the content of the folder's embedding.json: the model, the options and the data of the job.
@@ -99,7 +99,7 @@ class FeatureTable:
             stored: result of `find_table`.
             manifest: the dataset.
             captions: sources of the captions, as in `data.captions`.
-            cache: cache for the files of a remote folder.
+            cache: cache for the files of a remote folder, for which it is required.
             only: serve only the features of images or of texts; by default, both.
         """
         self.folder: str = stored["folder"]
@@ -161,7 +161,8 @@ class FeatureTable:
                 problems.update(dict.fromkeys(rows.tolist(), f"stored features cannot be read: {error}"))
                 continue
             positions, is_stored = _find(part.index, indices[rows])
-            problems.update(dict.fromkeys(rows[~is_stored].tolist(), "no stored features: embed omitted the sample"))
+            reason = "no stored features: neuclip-ds embed omitted the sample"
+            problems.update(dict.fromkeys(rows[~is_stored].tolist(), reason))
             rows = rows[is_stored]
             positions = positions[is_stored]
             if features.image is not None and part.image is not None:
@@ -235,7 +236,7 @@ class FeatureTable:
         if not is_encoded.all() and not self.embedding["all_captions"]:
             raise UserError(
                 f"{self.folder} contains features of only one caption per sample, but training draws from all "
-                "captions: embed the data with --all-captions."
+                "captions: run neuclip-ds embed with --all-captions."
             )
         return rows, is_encoded
 
@@ -259,7 +260,7 @@ class FeatureTable:
         except UserError:
             if self._cache is None or self._is_local:
                 raise
-            self._cache.remove(self.file_of(shard))  # the copy of an earlier run, of a file that has been replaced
+            self._cache.remove(self.file_of(shard))  # cached by an earlier run, before the file was replaced
             return self._map(shard)
 
     def _map(self, shard: int) -> "_OpenPart":
@@ -298,7 +299,10 @@ class FeatureTable:
             )
         index = part.index
         if len(index) and not (listed.start <= index[0] and index[-1] < listed.start + listed.n):
-            return f"its indices are {index[0]} to {index[-1]}, but those of the shard start at {listed.start}"
+            return (
+                f"its samples have the indices {index[0]} to {index[-1]}, but those of the shard have the indices "
+                f"{listed.start} to {listed.start + listed.n - 1}"
+            )
         if (np.diff(index) <= 0).any():
             return "its indices are not in ascending order"
         if self.image_width is not None:
@@ -327,15 +331,17 @@ class FeatureTable:
         is_same = shards <= self._manifest.n_shards and self._manifest.hash_of_first(shards) == self.embedding["data"]
         if not is_same:
             raise UserError(
-                f"The features in {self.folder} were computed for other data, or for the shards in a different order "
-                f"(shards: {shards}; shards of the training data: {self._manifest.n_shards}): embed the training data."
+                f"The features in {self.folder} were computed for other data or for the shards in a different order "
+                f"({counted(shards, 'shard')}; the training data has {counted(self._manifest.n_shards, 'shard')}): run "
+                "neuclip-ds embed on the training data."
             )
 
     def _check_captions(self, captions: Sequence[str]) -> None:
         if self.text_width is not None and list(captions) != self.embedding["captions"]:
             raise UserError(
-                f"The features in {self.folder} are of the captions {' '.join(self.embedding['captions'])}, but "
-                f"training draws from {' '.join(captions)}: set data.captions to the same sources in the same order."
+                f"The features in {self.folder} were computed from the captions "
+                f"{', '.join(self.embedding['captions'])}, but training draws from {', '.join(captions)}: set "
+                "data.captions to the sources of the features, in the same order."
             )
 
     def _check_parts(self) -> None:
@@ -411,7 +417,7 @@ def find_table(folder: str) -> Stored:
 def _check_fields(folder: str, embedding: Mapping[str, Any]) -> None:
     """Raise UserError if EMBEDDING lacks fields that this version reads, or has values that it does not support."""
     if embedding.get("format") != FORMAT:
-        raise UserError(f"{folder} contains features in the format of another version: {_AGAIN} with a new --out.")
+        raise UserError(f"{folder} has the format of another version of neuclip_ds: {_AGAIN} with a new --out.")
     problems = [f"lacks {name}" for name in _FIELDS if name not in embedding]
     if not problems and embedding["dtype"] not in _DTYPES:
         problems.append(f"lists the unknown dtype {embedding['dtype']}")
@@ -438,8 +444,10 @@ def random_crops(tables: Mapping[str, FeatureTable], crop_scale: float, seed: in
     if not counts:
         return 0
     if len(set(counts.values())) > 1:
+        shown = ", ".join(f"{tables[name].folder}: {count}" for name, count in counts.items())
         raise UserError(
-            f"The feature folders contain different numbers of crops ({counts}): embed all with the same --crops."
+            f"The feature folders contain different numbers of crops of each image ({shown}): run neuclip-ds embed for "
+            "all of them with the same --crops."
         )
     for name in counts:
         embedding = tables[name].embedding

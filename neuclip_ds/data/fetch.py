@@ -29,10 +29,10 @@ Kind = Literal["outage", "damaged", "refused", "missing", "setup", "limit"]
 _LONGEST_PAUSE = 60.0  # maximum seconds between two attempts
 _ATTEMPTS = {"damaged": 5, "refused": 5, "limit": 5}  # attempts until an error counts as permanent
 _FIXES = {
-    "refused": "Check the credentials, the region, the project that pays and whether the file exists; then start again",
+    "refused": "Check the credentials, the region, the billing project and whether the file exists; then start again",
     "setup": f"Fix the address, or install its backend ({install_command('remote')})",
 }
-_S3_CONNECTIONS = 10  # botocore's default
+_S3_CONNECTIONS = 10  # botocore's default for the connections to a server
 _IMPORT = 60.0  # extra seconds allowed for importing fsspec's backend
 _REFUSED = {301, 308}  # a bucket in another region; redirects that clients can follow never get here
 _WAITED_OUT = {408, 409, 425, 429, 499}  # timeouts, conflicts, too many requests and requests that a proxy gave up
@@ -41,8 +41,8 @@ _WAITED_OUT_CODE = re.compile(
     r"timeout|throttl|slow_?down|limit_?exceeded|prior_?request|busy|aborted|timed_?out", re.I
 )
 _HTTP_ERROR = re.compile("[345][0-9][0-9]")
-_PARSER = "aiohttp.http_exceptions"  # its errors have a status for clients, although a client has raised them
-_LONGEST_CHAIN = 5  # errors that wrap each other
+_PARSER = "aiohttp.http_exceptions"  # aiohttp's errors about malformed answers; their `code` is not the server's status
+_LONGEST_CHAIN = 5  # most errors that are examined if errors wrap each other
 # types of errors of botocore, azure and google about credentials and settings, some of which say "not found"
 _REFUSED_TYPE = re.compile(
     r"Credential|Token|SSO|Profile|ConfigNotFound|ConfigParse|NoRegion|NoAuth|ClientAuthentication|RefreshError"
@@ -64,7 +64,10 @@ _jitter = random.Random()  # separate from the global generator, on which a run'
 
 
 class FetchError(OSError):
-    """Raised if a shard does not exist or does not match the manifest; in the second case, `damaged` is true."""
+    """Raised if a shard does not exist, if it does not match the manifest, or if a limit of this machine was reached.
+
+    In the second case, `damaged` is true.
+    """
 
     def __init__(self, message: str, damaged: bool = False) -> None:
         super().__init__(message)
@@ -80,9 +83,11 @@ class AttemptFailed(Exception):
 
 
 class Retries:
-    """Exponential backoff between attempts to fetch a shard: pauses of up to 1, 2, 4 ... 60 s.
+    """Exponential backoff between attempts to fetch a shard.
 
-    Retries end when the storage has failed for `max_outage` s, or after five refusals or five damaged downloads.
+    The pauses have random lengths of up to 1, 2, 4 ... times `backoff` seconds, and at most 60 s. Retries end when the
+    storage has failed for `max_outage` s, after five errors of one other kind (access is refused, the data are damaged,
+    or a limit of this machine is reached), or at once if the shard or its backend does not exist.
     """
 
     def __init__(self, url: str, max_outage: float, backoff: float = 1.0) -> None:
@@ -97,8 +102,8 @@ class Retries:
         """Return how many seconds to wait after a failed attempt.
 
         Raises:
-            FetchError: the shard does not exist or is damaged.
-            UserError: the storage refuses access or has failed for too long, or this machine cannot fetch the shard.
+            FetchError: the shard does not exist or is damaged, or a limit of this machine has been reached.
+            UserError: the storage refuses access or has failed for too long, or the address or its backend is wrong.
         """
         kind = failure.kind
         message = f"{self.url} cannot be fetched: {failure}."
@@ -109,7 +114,8 @@ class Retries:
             self._outage_began = self._outage_began or now
             if now - self._outage_began >= self._max_outage:
                 message += (
-                    f" The storage failed for data.max_outage={self._max_outage:g} s: check it; then start again."
+                    f" The storage has failed for {self._max_outage:g} s, the longest time allowed (data.max_outage in "
+                    "a run): check the storage, and start again."
                 )
                 raise UserError(message)
         elif self._counts[kind] == _ATTEMPTS.get(kind, 1):
@@ -182,7 +188,7 @@ def open_remote(url: str, timeout: float, connections: int = 1) -> tuple[Any, st
 
 def explain(failure: BaseException) -> AttemptFailed:
     """Classify an error from a storage backend."""
-    text = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
+    text = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300].rstrip('.')}"
     if fix := fix_of_limit(failure):
         return AttemptFailed(f"{text}; {fix}", "limit")
     kind = _kind(failure)
@@ -192,7 +198,7 @@ def explain(failure: BaseException) -> AttemptFailed:
 
 
 def _kind(failure: BaseException) -> Kind:
-    """Classify an error by the server's answer, then by its type, and by its text only if neither decides."""
+    """Classify an error by the server's answer, else by its type, and by its text only if neither decides."""
     if isinstance(failure, ImportError):
         return "setup"
     for error in reversed(list(_chain(failure))):  # the server's answer first; backends translate it
@@ -208,7 +214,8 @@ def _kind(failure: BaseException) -> Kind:
         return "refused"
     if isinstance(failure, OSError) and failure.errno in _REFUSED_ERRNOS:
         return "refused"
-    known = _URL.sub("", " ".join(f"{type(error).__name__}: {error}" for error in _chain(failure)))  # digits of URLs
+    # without URLs, whose digits could be taken for a status
+    known = _URL.sub("", " ".join(f"{type(error).__name__}: {error}" for error in _chain(failure)))
     if _REFUSED_TEXT.search(known):
         return "refused"
     if isinstance(failure, ValueError) and not isinstance(failure, json.JSONDecodeError):
@@ -227,17 +234,17 @@ def _chain(failure: BaseException) -> Iterator[BaseException]:
 
 
 def _kind_of_answer(error: BaseException) -> Kind | None:
-    """Classify an error by the code and the HTTP status of the server's answer; return None if it has no status.
+    """Classify an error by the code and the HTTP status of the server's answer; return None if there is no status.
 
-    The names of these attributes differ: `status` (aiohttp), `status_code` (azure), `code` (gcsfs, google, urllib) and
-    `response` (botocore, requests and huggingface_hub).
+    The libraries store them in different attributes: `status` (aiohttp), `status_code` (azure), `code` (gcsfs, google,
+    urllib) and `response` (botocore, requests and huggingface_hub).
     """
     if type(error).__module__ == _PARSER:
         return None
     response = getattr_static(error, "response", None)
     # aiohttp's `code` is a deprecated property, which `getattr` would warn of
     values = [getattr_static(error, name, None) for name in ("status", "status_code", "code", "error_code")]
-    if isinstance(response, dict):  # botocore's
+    if isinstance(response, dict):  # of botocore
         values += [response.get("ResponseMetadata", {}).get("HTTPStatusCode"), response.get("Error", {}).get("Code")]
     else:
         values.append(getattr(response, "status_code", None))

@@ -15,9 +15,9 @@ from neuclip_ds.data.decoders import Captions, CaptionSources, DecodeError, read
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.open_data import evenly_spaced_indices
 
-_TRUNCATED_SHARE = 0.2  # of truncated captions, above which a warning is given
-_REPEATED_SHARE = 0.5  # of repeated captions or images, above which a warning is given
-_FEWEST = 20  # captions or images from which a share is judged
+_TRUNCATED_SHARE = 0.2  # share of truncated captions above which a warning is given
+_REPEATED_SHARE = 0.5  # share of repeated captions or images above which a warning is given
+_FEWEST = 20  # fewest captions or images for which such a warning is given
 _PADDED = "a"  # a caption that is shorter than any context
 
 
@@ -60,7 +60,7 @@ class Inspection:
 def inspect_pairs(
     manifest: Manifest, limit: int, examples: int, captions: CaptionSources = ("txt",), cache: ShardCache | None = None
 ) -> Inspection:
-    """Read up to `limit` evenly spaced samples, and keep `examples` of them.
+    """Read up to `limit` evenly spaced samples, and keep up to `examples` of them as examples.
 
     Raises UserError if a shard differs from its description in the manifest.
     """
@@ -152,8 +152,8 @@ def pair_warnings(
         )
     if images >= _FEWEST and repeated_images > _REPEATED_SHARE * images:
         warnings.append(
-            f"Only {images - repeated_images:,} of {images:,} images are distinct: pack rows with the same image as "
-            "one sample with several captions (neuclip-ds pack does)."
+            f"Only {images - repeated_images:,} of {images:,} images are distinct: equal images are negatives of each "
+            "other. Put all captions of an image into one sample, as neuclip-ds pack does."
         )
     return warnings
 

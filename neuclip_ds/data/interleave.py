@@ -14,9 +14,9 @@ from neuclip_ds.errors import UserError
 
 WINDOW = 8_000_000  # samples that are shuffled together on up to 16 nodes
 _WINDOW_PER_NODE = 500_000  # samples per node in the larger window for more than 16 nodes
-_WINDOW_RATIO = 2**-0.125  # between successive window sizes, if several are tried
+_WINDOW_RATIO = 2**-0.125  # ratio of successive window sizes, if several are tried
 _STREAMS = 64  # most streams on up to 64 nodes
-FULL = 0.9  # fraction of a cache that the plan may use, and that shards for later batches may fill
+FULL = 0.9  # an interleave may need this fraction of a cache, and shards for later batches may fill it
 _SMALLEST_BLOCK = 100
 
 
@@ -40,10 +40,12 @@ def choose_interleave(
     """Choose the interleave with the largest window that fits in the nodes' caches.
 
     The window has up to 8 million samples, or 500,000 per node on more than 16 nodes. If possible, it also fits in the
-    caches of half the nodes, so that the run can resume on half the nodes. `streams` and `block` override the choice.
+    caches of half the nodes, so that the run can resume on half the nodes. A given `streams` or `block` is not changed.
 
     Args:
         shards: the number of shards, which limits the number of streams.
+        batch_size: the global batch size.
+        nodes: the number of nodes.
         cache_bytes: the size of a node's cache in bytes; None if all shards are read in place.
         resident_bytes: a function of the interleave and the number of nodes; it returns the total bytes of the shards
             that a node needs at any one time (see `GlobalOrder.resident_bytes`).

@@ -38,7 +38,7 @@ class Jobs:
 
     count: int
     items: Callable[[int], Items]  # returns the rows of a job
-    describe: Callable[[int], str]  # returns a description of the batch of the n-th job, from 1, for messages
+    describe: Callable[[int], str]  # returns a name for the batch of the n-th job (counted from 1) for messages
 
 
 def train_jobs(
@@ -182,7 +182,10 @@ class RankBatch:
         return self._starts[-1]
 
     def pieces(self, rows: slice) -> list[tuple[Tensor, Tensor]]:
-        """Return the rows as one (pixels, tokens) pair of views per part, with the shapes and dtypes of `Batch`."""
+        """Return the rows as one (pixels, tokens) pair of views per part, with the shapes and dtypes of `Batch`.
+
+        Raises RuntimeError if a part that contains some of the rows has been released.
+        """
         views = []
         for part, start, stop in zip(self._parts, self._starts[:-1], self._starts[1:], strict=True):
             if start < rows.stop and rows.start < stop:

@@ -115,7 +115,10 @@ class Manifest:
         return digest.hexdigest()[:32]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the input for `from_json` on other ranks, which must have the same sample tables at the same paths."""
+        """Return the input for `from_json` on other ranks, which must have the same sample tables at the same paths.
+
+        The counts in `held_out` are not included.
+        """
         content: dict[str, Any] = {"shards": shards_to_columns(self.shards)}
         if self.samples is not None:  # so that other ranks need not open the tables' files
             content["tables"] = [[str(location.file), location.row_group] for location in self.samples.locations]
@@ -153,7 +156,11 @@ def from_shards(shards: Sequence[Shard]) -> Manifest:
 
 
 def join(manifests: Sequence[Manifest]) -> Manifest:
-    """Join manifests, numbering their samples consecutively; raise UserError if any lacks required sample tables."""
+    """Join manifests, numbering their samples consecutively.
+
+    The result has sample tables if all manifests have them. Raises UserError if one of them lacks tables although
+    another one selects samples by uid.
+    """
     shards: list[Shard] = []
     for manifest in manifests:
         start = shards[-1].start + shards[-1].n if shards else 0
@@ -163,8 +170,8 @@ def join(manifests: Sequence[Manifest]) -> Manifest:
         return Manifest(shards, SampleTables.join(tables))
     if any(shard.selection is not None for shard in shards):
         raise UserError(
-            "A manifest with --uids can be combined only with manifests that contain sample tables: build a manifest "
-            "of each source, without --no-checksum and --from-side-files."
+            "A manifest that was built with --uids can be combined only with manifests that contain sample tables: "
+            "build a manifest of each source, without --no-checksum and without --from-side-files."
         )
     return Manifest(shards)
 

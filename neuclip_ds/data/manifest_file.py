@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from neuclip_ds.data.manifest import Manifest, Shard, check_size, shards_from_columns, shards_to_columns
 from neuclip_ds.data.sample_table import SampleTables, TableLocation
 from neuclip_ds.data.shards import is_local
-from neuclip_ds.errors import UserError, redact
+from neuclip_ds.errors import UserError, counted, redact
 from neuclip_ds.files import atomic_write
 
 _VERSION = 4
@@ -43,7 +43,7 @@ _SCHEMA = pa.schema(
 )
 _OPTIONAL = ("crc32", "selection", "layout", "part", "group")
 _PART = re.compile(r"part-[\w-]+\.parquet")
-MIN_SAMPLE_BYTES = 512  # size of the header of one member
+MIN_SAMPLE_BYTES = 512  # a sample has at least one member, whose header has this size
 _MAX_SHARD_BYTES = 1 << 40
 
 
@@ -147,7 +147,7 @@ def load_manifest(folder: str | os.PathLike[str]) -> Manifest:
     groups = columns["group"]
     if any(parts):
         if None in parts or None in groups or not all(map(_PART.fullmatch, parts)):
-            raise _unreadable(folder, "a part is not a file of sample tables")
+            raise _unreadable(folder, "it names a file that cannot contain sample tables")
         tables = folder / SAMPLES
         locations = [TableLocation(tables / part, group) for part, group in zip(parts, groups, strict=True)]
         manifest.samples = SampleTables.open(locations, [shard.n for shard in manifest.shards])
@@ -160,7 +160,8 @@ def load_manifest(folder: str | os.PathLike[str]) -> Manifest:
                 check_size(shard, Path(shard.path).stat().st_size)
             except (OSError, ValueError) as error:
                 raise UserError(
-                    f"Shard {shard.path} of manifest {folder} does not exist; restore it or rebuild the manifest."
+                    f"Shard {shard.path} of the manifest {folder} does not exist or cannot be accessed; restore it, or "
+                    "rebuild the manifest."
                 ) from error
     return manifest
 
@@ -169,13 +170,12 @@ def _check_possible(folder: Path, manifest: Manifest) -> None:
     """Raise UserError if a sample count or size is impossible: these values determine how much memory is allocated."""
     start = 0
     for shard in manifest.shards:
-        fewest_bytes = (
-            0 if shard.selection is not None else shard.n * MIN_SAMPLE_BYTES
-        )  # a selection may repeat samples
+        # a selection may list a sample several times
+        fewest_bytes = 0 if shard.selection is not None else shard.n * MIN_SAMPLE_BYTES
         if shard.start != start or shard.n < 0 or not fewest_bytes <= shard.bytes <= _MAX_SHARD_BYTES:
             raise UserError(
-                f"The manifest in {folder} wrongly lists {shard.n} samples in {shard.bytes} bytes of {shard.path}; "
-                "build it again."
+                f"The manifest in {folder} lists {counted(shard.n, 'sample')} in {counted(shard.bytes, 'byte')} of "
+                f"{shard.path} from index {shard.start}, which is impossible; build it again."
             )
         start += shard.n
 

@@ -35,7 +35,7 @@ class MixtureOrder:
         self._rows_per_stream = self.batch_size // self._streams
         relative_weights = np.array(weights, dtype=np.float64)  # (m,)
         if not (np.isfinite(relative_weights).all() and relative_weights.min() >= 0 and relative_weights.sum() > 0):
-            raise UserError(f"The weights {list(weights)} of data.train must be positive numbers.")
+            raise UserError(f"The weights {list(weights)} of data.train must be at least 0, and at least one above 0.")
 
         # (S, B/S), the source of each row, and how many earlier rows of its block have the same source
         shares = relative_weights / relative_weights.sum()
@@ -69,7 +69,10 @@ class MixtureOrder:
     def epochs_and_indices(
         self, epoch: int, step: int, rows: slice = slice(None)
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the current epoch of each row's source, and the result of `batch`."""
+        """Return the current epoch of each row's source, (b,), and the result of `batch`, (b,).
+
+        Raises IndexError if the step is outside the epoch.
+        """
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"step {step} is out of range for an epoch of {self.steps_per_epoch} steps")
         global_step = epoch * self.steps_per_epoch + step

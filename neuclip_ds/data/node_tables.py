@@ -29,7 +29,7 @@ from neuclip_ds.data.sample_table import MEMBERS, SampleTable
 log = logging.getLogger(__name__)
 
 _LOCKS = 64  # number of lock files; many tables share each file
-_TABLES_PER_CHECK = 64  # free space is checked for only one in this many small tables: there may be many files
+_TABLES_PER_CHECK = 64  # space is checked for only one in this many small tables, because it requires listing all files
 _MAGIC = b"NDStable"
 _HEADER = struct.Struct("<8sIIqq")
 _SIGNED = 12  # offset of the first byte that the CRC-32 covers
@@ -60,7 +60,7 @@ class NodeTables:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(FileLock(self._folder / f".lock-{int(path.name[:8], 16) % _LOCKS:02d}"))
             with suppress(OSError, ValueError):
-                return _map(path)  # another process has built it in the meantime
+                return _map(path)  # another process has built the table in the meantime
             table = make()
             try:
                 self._write(path, dump_table(table))

@@ -19,6 +19,7 @@ from neuclip_ds.data.shards import is_local
 from neuclip_ds.data.stored_towers import CONTENTS
 from neuclip_ds.data.training_set import needs_cache
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.errors import counted
 from neuclip_ds.files import private_folder
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,10 @@ def resolve(source: str) -> str:
 
 
 def open_data(source: str, data: DataConfig, communicator: Communicator, folder: Path) -> Manifest:
-    """Open the manifest of a dataset on all ranks; rank 0 builds it in `folder` if it does not exist."""
+    """Open the manifest of a dataset on all ranks; rank 0 builds it in `folder` if it does not exist.
+
+    Raises UserError on all ranks if the data cannot be used, or if a node lacks some of the local shards.
+    """
 
     def read() -> dict[str, Any]:
         from neuclip_ds.data.build import open_manifest  # scans shards, which only rank 0 does
@@ -64,7 +68,7 @@ def _missing_shards(manifest: Manifest) -> str | None:
     if not missing:
         return None
     return (
-        f"This node lacks {len(missing)} of {len(paths)} shards, such as {missing[0]}. Put local "
+        f"This node lacks {len(missing)} of {counted(len(paths), 'shard')}, such as {missing[0]}. Put local "
         "data under the same path on every node."
     )
 
@@ -100,10 +104,13 @@ def open_tables(
     communicator: Communicator,
     cache: ShardCache | None,
 ) -> dict[str, FeatureTable]:
-    """Open folders of features, given by name, on all ranks; raise UserError if one is for other data."""
+    """Open folders of features, given by name, on all ranks.
+
+    Raises UserError if a folder cannot be read, or as `FeatureTable` does, for example if it is for other data.
+    """
     tables = {}
     for name, folder in folders.items():
-        stored = communicator.on_rank_zero(partial(find_table, folder))  # all ranks do not list the folder
+        stored = communicator.on_rank_zero(partial(find_table, folder))  # so that only one rank lists the folder
         tables[name] = FeatureTable(stored, manifest, list(captions), cache, CONTENTS.get(name))
     return tables
 
@@ -144,9 +151,8 @@ def _iter_texts(
         except OSError as error:
             shard, _ = manifest.locate(index)
             if shard not in unreadable:
-                log.warning(
-                    "cannot read captions of shard %s, which is skipped: %s", manifest.shards[shard].path, error
-                )
+                path = manifest.shards[shard].path
+                log.warning("the check of captions or the tokenizer's training omits shard %s: %s", path, error)
             unreadable.add(shard)
         else:
             yield texts

@@ -76,7 +76,8 @@ class GlobalOrder:
             raise UserError(f"The dataset contains {counted(self.n, 'sample')}; contrastive training needs at least 2.")
         if drop_last and self.n < batch_size:
             raise UserError(
-                f"data.drop_last=true leaves no batch of the {self.n} samples: lower data.batch_size={batch_size}."
+                f"data.drop_last=true leaves no batch, because {self.n} samples do not fill one of "
+                f"data.batch_size={batch_size}: lower data.batch_size, or set data.drop_last=false."
             )
         self.interleave = interleave or choose_interleave(len(self._sizes), batch_size)
         streams = self.interleave.streams
@@ -85,7 +86,7 @@ class GlobalOrder:
         self._rows_per_stream = batch_size // streams  # positions that a batch takes from each stream
         self._phases = np.zeros(streams, dtype=np.int64)  # (S,) how much shorter each stream's first block is
         if block < self.n // streams:
-            fractions = (np.arange(streams, dtype=np.uint64) * _SPREAD) % np.uint64(1 << 32)  # of 2^32
+            fractions = (np.arange(streams, dtype=np.uint64) * _SPREAD) % np.uint64(1 << 32)  # in units of 2^-32
             self._phases = (fractions * np.uint64(block) >> np.uint64(32)).astype(np.int64)
         self._permutations: dict[int, _ShardPermutation] = {}  # by epoch
 
@@ -102,7 +103,7 @@ class GlobalOrder:
     @property
     def last_batch_size(self) -> int:
         """The number of samples in an epoch's last batch, which may have padding rows unless `drop_last` is set."""
-        positions_before = (self.steps_per_epoch - 1) * self._rows_per_stream  # that earlier batches take per stream
+        positions_before = (self.steps_per_epoch - 1) * self._rows_per_stream  # per stream, in earlier batches
         return int(np.clip(self.stream_lengths - positions_before, 0, self._rows_per_stream).sum())
 
     def batch(self, epoch: int, step: int, rows: slice = slice(None)) -> NDArray[np.int64]:
@@ -171,7 +172,7 @@ class GlobalOrder:
         end_stream = -(-np.arange(1, nodes + 1) * streams // nodes)
 
         # the first and last position that each stream needs at several moments of an epoch, (moments, S)
-        positions_ahead = block * _BLOCKS_AHEAD // max(_BLOCKS_AHEAD, streams // nodes)  # until the next two blocks
+        positions_ahead = block * _BLOCKS_AHEAD // max(_BLOCKS_AHEAD, streams // nodes)  # until two more blocks begin
         moments = max(256, _EXAMINED_POSITIONS // streams)
         reached = np.linspace(0, lengths.max() - 1, moments).astype(np.int64)[:, None]
         current = np.minimum(reached, lengths - 1)

@@ -6,7 +6,7 @@
 
 Rows with the same image path or bytes become one sample, because separate samples would be negatives of each other. The
 sample's key and its other columns come from the first of these rows. The image column is read twice to find these rows.
-If its storage fails, an image is requested again for 30 s, but requested only once if its host has already failed for
+If the storage of an image fails, the image is requested again for 30 s, or only once if its host has already failed for
 that long.
 
 A sample's uid comes from the `uid` column or, if there is no such column, is a hash of the image and the captions. GIF
@@ -50,7 +50,7 @@ _MAGIC = {"jpg": re.compile(rb"\xff\xd8"), "png": re.compile(rb"\x89PNG"), "webp
 _MEMBER = re.compile(rf"([^.:/]+\.)*{TEXT}")
 _GROUPS_AT_ONCE = 256  # groups of rows that are encoded at once; few, because they may contain images
 PAUSES = (1.0, 2.0, 4.0, 8.0, 15.0)  # seconds between the attempts to fetch an image while its storage fails
-_MAX_CHARACTERS = 200  # of an image's name and of a reason in broken.jsonl, because a cell may contain an image
+_MAX_CHARACTERS = 200  # most characters of a name or reason in broken.jsonl, because a cell may contain an image
 RETRY = "retry.jsonl"  # name of the file with the rows whose storage failed
 _OUTAGE = "storage failed"
 
@@ -74,7 +74,11 @@ class Packed:
 
 
 def choose_columns(table: PairTable, image: str | None = None, captions: Sequence[str] = ()) -> Columns:
-    """Return the columns to pack, found by name by default; each of `captions` is MEMBER=COLUMN, or COLUMN for txt."""
+    """Return the columns to pack; by default, the first image and caption columns with recognized names.
+
+    Each of `captions` is MEMBER=COLUMN, or COLUMN for the member txt. Raises UserError if a column does not exist or is
+    not found, or if two columns have the same member.
+    """
     image = image or table.find_column(IMAGE_COLUMNS, "image", "pass the name of the column with --image")
     captions = captions or [
         table.find_column(CAPTION_COLUMNS, "caption", "pass the name of the column with --captions")
@@ -86,9 +90,12 @@ def choose_columns(table: PairTable, image: str | None = None, captions: Sequenc
     for column in (image, *by_member.values()):
         if column not in table.data.schema.names:
             known = ", ".join(table.data.schema.names)
-            raise UserError(f"{table.name} has no column {column}; its columns are {known}.")
+            raise UserError(f"{table.name} has no column {column}; name one of its columns ({known}).")
     if len(by_member) < len(captions) or not all(map(_MEMBER.fullmatch, by_member)):
-        raise UserError(f"--captions {' '.join(captions)}: each column needs a separate member, such as syn.txt.")
+        raise UserError(
+            f"--captions {' '.join(captions)} is not valid: write MEMBER=COLUMN, with a different member, such as "
+            "syn.txt, for each column."
+        )
     return Columns(image, by_member)
 
 
@@ -131,7 +138,7 @@ def pack(
                     first_row = min(group)
                     image = image_of(group[first_row].cells[columns.image])
                     if isinstance(sample, str):
-                        reasons = dict.fromkeys(group, sample)  # of each row that cannot be used
+                        reasons = dict.fromkeys(group, sample)  # by row that cannot be used
                         if sample.startswith(_OUTAGE):
                             lost += [_line({**row.cells, columns.image: image}) for row in group.values()]
                     else:
@@ -151,7 +158,7 @@ def pack(
             report = {"row": entry.number, "image": _shown(entry.image), "reason": _shown(entry.reason)}
             lines.append(_line(report))
         if not pairs:
-            first = f" (the first: {lines[0].strip()})" if lines else ""
+            first = f" (the first one: {lines[0].strip()})" if lines else ""
             raise UserError(f"No row of {table.name} can be used{first}; check the columns and the image paths.")
         if lines:
             (folder / "broken.jsonl").write_text("".join(lines), encoding="utf-8")

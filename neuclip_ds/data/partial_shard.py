@@ -60,9 +60,10 @@ class PartialShard:
         return [self._to_range(first + run_start, first + run_end) for run_start, run_end in runs]
 
     def claim_next(self, count: int, most_bytes: int) -> list[Range]:
-        """Claim and return the first `count` unclaimed ranges, of at most `most_bytes` bytes (at least a block) each.
+        """Claim the first unclaimed bytes of the shard, as up to `count` ranges, and return these ranges.
 
-        Returns an empty list once everything is claimed, even if some of it has not arrived yet.
+        Each range has at most `most_bytes` bytes, but at least one block. Returns an empty list once everything is
+        claimed, even if some of it has not arrived yet.
         """
         most_blocks = max(1, most_bytes // BLOCK)
         ranges: list[Range] = []

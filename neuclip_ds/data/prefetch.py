@@ -136,7 +136,7 @@ class RequestWindow:
         self.bytes = sum(self._sizes[shard] for shard in self.shards)
         kept = len(self._admitted)
         while (request := self._next) is not None and request.first < end:
-            if request.last >= reached:  # otherwise, it never fit
+            if request.last >= reached:  # otherwise, training passed the request before it fit in the cache
                 is_due = request.first <= reached
                 total = self.bytes
                 if request.shard not in self.shards:
@@ -205,14 +205,15 @@ class Prefetcher(ForkProcess):
         self._early_samples = early_samples
         self._reads_shards = reads_shards
         self._tables = {table.folder: table for table in tables if not is_local(table.folder)}
-        self._reached = RawValue(c_longlong, begin)  # no lock: its holder may be killed, and a 64-bit write is atomic
+        # without a lock: the process that holds it might be killed, and a 64-bit write is atomic
+        self._reached = RawValue(c_longlong, begin)
         self._starter = os.getpid()
         self._warned = False
 
     def __enter__(self) -> Prefetcher:
         receiver, self._has_begun = Pipe(duplex=False)
         self.start()
-        self._has_begun.close()  # only the process's end stays open
+        self._has_begun.close()  # only the prefetching process keeps this end open
         receiver.poll(_LONGEST_BEGIN)  # returns early if the process has ended
         receiver.close()
         return self
@@ -260,7 +261,7 @@ class Prefetcher(ForkProcess):
                 self._warned = True
                 log.warning(
                     "batches read more shards than fit in the cache, so shards are fetched repeatedly: raise "
-                    "data.cache_gb, which is %g GB",
+                    "data.cache_gb (now %g)",
                     self._cache.capacity_bytes / 1e9,
                 )
             time.sleep(_POLL)
@@ -282,4 +283,4 @@ class Prefetcher(ForkProcess):
             if self._early_samples is None or not self._early_samples.fetch_rest(request.shard):
                 self._cache.path(shard.path, shard.bytes, shard.crc32)
         except (OSError, UserError) as error:
-            log.warning("cannot prefetch a shard or its features: %s", error)
+            log.warning("a file could not be prefetched; the loader tries again when it reads the file. %s", error)

@@ -15,7 +15,7 @@ from neuclip_ds.data.partial_shard import Range
 log = logging.getLogger(__name__)
 
 REQUESTS = 128  # maximum number of connections to a server
-_SLOWEST = 100_000  # bytes per second of the slowest link that need not fetch whole shards instead
+_SLOWEST = 100_000  # bytes per second; over a slower link, ranges time out, and whole shards are fetched instead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,7 @@ class RangeReader:
 
     Only backends that fsspec implements asynchronously (such as S3, GCS, Azure and HTTP) are used, because the others
     read ahead, and thus fetch many more bytes than requested.
+
     HTTP servers may ignore ranges and send the whole file. The first request to each server is therefore for one byte;
     if the server ignores that range or a later one, one warning is logged, and no more ranges are requested from it.
     """
@@ -55,9 +56,9 @@ class RangeReader:
             return False
 
     def read(self, files: Sequence[RemoteFile], ranges: Sequence[Range]) -> list[bytes | BaseException]:
-        """Return the bytes of each range in the file at the same position, or the reason why they did not arrive.
+        """Return, for each pair of a file and a range, the bytes or the reason why they did not arrive.
 
-        The ranges, all from one server, are requested simultaneously. The reason is RangesIgnored if other bytes
+        The ranges, all of files on one server, are requested simultaneously. The reason is RangesIgnored if other bytes
         arrive, for example because the file has a different size. Raises RangesIgnored if the server ignores ranges,
         and any exception of the backend if the requests take longer than the timeout, which grows with the number of
         bytes.
@@ -70,19 +71,22 @@ class RangeReader:
             # at the end of the file, one more byte is requested, to notice a longer file
             ends.append(end + 1 if end == file.size else end)
         size = sum(end - start for start, end in ranges)
-        limit = self._timeout + size / _SLOWEST  # the limit is for all of them together, and not for the next bytes
+        limit = self._timeout + size / _SLOWEST  # of all requests together, not of the time without new bytes
         results = store.cat_ranges(paths, starts, ends, on_error="return", timeout=limit)
         checked: list[bytes | BaseException] = []
         for file, (start, end), result in zip(files, ranges, results, strict=True):
             if isinstance(result, bytes) and len(result) != end - start:
-                if len(result) > end - start + 1:  # not only the byte after the end of a file that is too long
+                if len(result) > end - start + 1:  # more than the byte that reveals a longer file
                     self._mark_as_without_ranges(server_of(file.url))
                 result = RangesIgnored(f"{file.url}: {len(result)} bytes arrived for a range of {end - start}")
             checked.append(result)
         return checked
 
     def _store(self, file: RemoteFile) -> Any:
-        """Return the file system of a file's server, which is opened and checked at its first use."""
+        """Return the file system of a file's server, which is opened and checked at its first use.
+
+        Raises RangesIgnored if the server ignores ranges.
+        """
         server = server_of(file.url)
         with self._mutex:  # other threads wait for the check
             if server in self._servers_without_ranges:

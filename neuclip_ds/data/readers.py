@@ -63,7 +63,8 @@ class TooLarge(OSError):
 class TarReader:
     """A reader of tar members by offset. If the manifest has no offsets, each node walks each shard's headers once.
 
-    `texts` are the members that contain captions. Raises UserError if a shard is remote and there is no cache.
+    `texts` are the extensions of the members that contain captions. Raises UserError if a shard is remote and there is
+    no cache.
     """
 
     def __init__(self, manifest: Manifest, texts: Sequence[str] = ("txt",), cache: ShardCache | None = None) -> None:
@@ -86,7 +87,7 @@ class TarReader:
         """Return the bytes of a sample.
 
         Raises ChecksumError if the bytes are damaged, OSError if the read fails for any other reason, and UserError if
-        the shard is not the one in the manifest.
+        the shard is not the one in the manifest or its storage fails for too long.
         """
         shard, row = self._manifest.locate(index)
         table = self._table(shard)
@@ -101,8 +102,9 @@ class TarReader:
             if table.crc32 is not None:
                 self._verify(shard, zip(members, contents, table.crc32[row, members].tolist(), strict=True))
         except OSError:
-            self._file.cache_clear()  # the next attempt must not use a stale file descriptor
-            self._whole_only.add(shard)  # or damaged pieces
+            # the next attempt must not use a stale file descriptor or damaged pieces
+            self._file.cache_clear()
+            self._whole_only.add(shard)
             raise
         image = contents.pop(0) if with_image else None
         texts = {name: text for name, text in zip(self._texts, contents, strict=True) if text is not None}
@@ -220,16 +222,15 @@ class TarReader:
         listed = self._manifest.shards[shard]
         if listed.layout not in (None, table.layout) and table.n == listed.n:
             raise UserError(
-                f"Shard {listed.path} has the size that the manifest lists, but other samples: restore the shard, or "
+                f"Shard {listed.path} has the size that the manifest lists, but contains other samples: restore it, or "
                 "build the manifest again."
             )
 
     def _verify(self, shard: int, members: Iterable[tuple[int, bytes | None, int]]) -> None:
         for member, data, expected in members:
             if data is not None and zlib.crc32(data) != expected:
-                self._check_layout(
-                    shard, self._walk_headers(shard)
-                )  # a replaced shard is a user error, not a bad sample
+                # a replaced shard is a user error, not a bad sample
+                self._check_layout(shard, self._walk_headers(shard))
                 name = self._table(shard).members[member]
                 raise ChecksumError(f"{name} does not match the checksum in the manifest")
 
@@ -237,10 +238,10 @@ class TarReader:
 def read_at(fd: int, offset: int, size: int) -> bytes:
     """Read `size` bytes of a shard; raise OSError if the file is too short, or TooLarge if `size` exceeds 512 MiB."""
     if size > _MAX_READ:
-        raise TooLarge(f"{size} bytes at offset {offset} are more than the limit of {_MAX_READ}")
+        raise TooLarge(f"{size} bytes at offset {offset} are more than the limit of {_MAX_READ} bytes")
     data = os.pread(fd, size, offset)
     if len(data) != size:
-        raise OSError(f"{len(data)} of {size} bytes at offset {offset}: the shard is truncated")
+        raise OSError(f"the shard is truncated: it has {len(data)} of {size} bytes at offset {offset}")
     return data
 
 

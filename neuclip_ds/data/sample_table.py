@@ -38,7 +38,7 @@ _UID = ("uid_high", "uid_low")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampleTable:
-    """The n samples of a shard as arrays, which take 52 bytes per sample (for m = 3 members) plus the key."""
+    """The n samples of a shard as arrays; without checksums, they take 52 bytes per sample (for m = 3) plus the key."""
 
     ordinals: NDArray[np.int32]  # (n,) position among all samples of the tar
     extents: NDArray[np.int64]  # (n, m, 2) offset and size of each member; the offset is -1 if absent
@@ -167,18 +167,18 @@ class SampleTables:
     def open(cls, locations: Sequence[TableLocation], sizes: Sequence[int]) -> SampleTables:
         """Open tables, reading only file footers; raise UserError if a table is missing or has the wrong row count."""
         rows_of_groups: dict[Path, list[int]] = {}  # by file
-        members: list[set[str]] = []  # of each file
+        members: list[set[str]] = []  # members that the tables in each file list
         for path in dict.fromkeys(location.file for location in locations):
             with _opened(path) as file:
                 groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
                 rows_of_groups[path] = [group.num_rows for group in groups]
                 members.append(set(_members_of(file.schema_arrow.names)))
-        for shard, (location, size) in enumerate(zip(locations, sizes, strict=True)):
+        for location, size in zip(locations, sizes, strict=True):
             rows = rows_of_groups[location.file]
             if not 0 <= location.row_group < len(rows) or rows[location.row_group] != size:
                 raise UserError(
-                    f"The table of shard {shard} in {location.file} does not fit the manifest; restore it or build it "
-                    "again."
+                    f"The sample tables in {location.file} do not match the manifest; restore this file, or build the "
+                    "manifest again."
                 )
         return cls(locations, frozenset(set.intersection(*members) if members else MEMBERS))
 
@@ -236,7 +236,7 @@ def _opened(path: Path) -> Iterator[pq.ParquetFile]:
 
 def _unreadable(path: Path, error: Exception) -> UserError:
     reason = " ".join(str(error).split())[:200]
-    return UserError(f"The manifest's file {path} cannot be read ({reason}); restore it or build it again.")
+    return UserError(f"The manifest's file {path} cannot be read ({reason}); restore it, or build the manifest again.")
 
 
 def _members_of(column_names: Sequence[str]) -> list[str]:
@@ -252,7 +252,7 @@ def _to_table(rows: pa.Table) -> SampleTable:
     keys, ordinals, *columns = rows.select(schema.names).cast(schema).columns
     extent_columns = columns[: 2 * len(members)]
     checksum_columns = columns[2 * len(members) :]
-    problem = "it has rows without an offset"
+    problem = "it has rows without a valid offset"
     if any(column.null_count for column in (keys, ordinals, *extent_columns)):
         raise ValueError(problem)
     extents = np.stack([_to_numpy(column) for column in extent_columns], axis=1)

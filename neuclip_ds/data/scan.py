@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from neuclip_ds.data.decoders import Captions
-from neuclip_ds.data.fetch import AttemptFailed, Retries, attempt
+from neuclip_ds.data.fetch import AttemptFailed, FetchError, Retries, attempt
 from neuclip_ds.data.manifest import Shard
 from neuclip_ds.data.readers import TooLarge, read_at
 from neuclip_ds.data.sample_table import IMAGE_EXTENSIONS, SampleTable, tabulate
@@ -27,21 +27,22 @@ from neuclip_ds.data.tar import ShardIndex, is_blank, read_index
 from neuclip_ds.data.uids import UID, UidFiles, uid_of, uid_of_location
 from neuclip_ds.errors import UserError, counted
 from neuclip_ds.files import checksum_of
+from neuclip_ds.limits import fix_of_limit
 
 log = logging.getLogger(__name__)
 
 _STALL_TIMEOUT = 300.0  # seconds without new data after which a remote shard is fetched again
 _MAX_OUTAGE = 30.0  # seconds for which a fetch is retried while the storage fails
-_EMPTY_TAR_SIZE = 10_240  # bytes of the tar of no files that tar programs write by default
-_OTHER_FORMATS = {  # first bytes -> what a file is that is not a tar, and what to do
+_EMPTY_TAR_SIZE = 10_240  # size in bytes of a tar without files, as tar programs write it by default
+_OTHER_FORMATS = {  # first bytes of a file that is not a tar -> what the file is, and what to do
     b"\x1f\x8b": "is compressed with gzip; decompress it (gunzip)",
     b"\x28\xb5\x2f\xfd": "is compressed with zstd; decompress it (unzstd)",
     b"\xfd7zXZ": "is compressed with xz; decompress it (unxz)",
     b"BZh": "is compressed with bzip2; decompress it (bunzip2)",
     b"PK": "is a zip archive; write its files to a tar",
     b"<": "is a web page, not a tar; the server may have answered with an error: download the shard again",
-    b"{": "is a JSON text, not a tar; the server may have answered with an error: download the shard again",
-    b"version https://git-lfs": "is a pointer of Git LFS, not a tar; download its content (git lfs pull)",
+    b"{": "is JSON, not a tar; the server may have answered with an error: download the shard again",
+    b"version https://git-lfs": "is a Git LFS pointer, not a tar; download its content (git lfs pull)",
 }
 
 
@@ -66,8 +67,8 @@ class Scan:
     """The result of scanning one shard."""
 
     shard: Shard  # with start 0; the actual start is assigned later
-    n_images: int
-    n_captions: int
+    n_images: int  # samples with an image
+    n_captions: int  # samples with a caption
     extensions: Sequence[str] = ()  # extensions of the first samples, for messages
     lost_bytes: int = 0  # bytes in damaged regions
     causes: Sequence[str] = ()  # other reasons for which samples or members cannot be used, each with a fix
@@ -85,6 +86,9 @@ def scan_shard(path: str, options: ScanOptions) -> tuple[Scan, SampleTable]:
             return _scan(path, file, options)
     except UnicodeEncodeError as error:
         raise UserError(f"The shard {path!a} has a name that is not UTF-8; rename it.") from error
+    except FetchError as error:
+        advice = "" if fix_of_limit(error) else " Correct the address, or omit the shard."
+        raise UserError(f"{error}{advice}") from error
     except OSError as error:
         reason = error.strerror or str(error)
         raise UserError(f"Shard {path} cannot be read: {reason}; check the file and its permissions.") from error
@@ -92,7 +96,10 @@ def scan_shard(path: str, options: ScanOptions) -> tuple[Scan, SampleTable]:
 
 @contextmanager
 def local_copy(path: str) -> Iterator[Path]:
-    """Yield a shard as a local file; a remote shard is fetched, and the copy is removed when the `with` block ends."""
+    """Yield a shard as a local file; a remote shard is fetched, and the copy is removed when the `with` block ends.
+
+    Raises FetchError if a remote shard does not exist, and UserError if it cannot be fetched.
+    """
     if is_local(path):
         yield Path(path)
         return
@@ -158,7 +165,7 @@ def _scan(path: str, file: Path, options: ScanOptions) -> tuple[Scan, SampleTabl
 
 
 def _check_tar(path: str, fd: int, index: ShardIndex) -> None:
-    """Raise UserError if a file has no tar header; an empty tar consists of zeros, usually 10 KB."""
+    """Raise UserError if a file has no tar header, unless it is a tar without files: at most 10 KB of zeros."""
     size = os.fstat(fd).st_size
     has_only_zeros = size > _EMPTY_TAR_SIZE and index.gaps == [] and not any(os.pread(fd, _EMPTY_TAR_SIZE, 0))
     if size and index.gaps != [(0, size)] and not has_only_zeros:
@@ -174,7 +181,7 @@ def _check_tar(path: str, fd: int, index: ShardIndex) -> None:
 
 
 def _causes_of(index: ShardIndex, blank_bytes: int) -> list[str]:
-    """Return the problems of a shard that is not damaged, each with a fix."""
+    """Return the problems of a shard other than damaged regions, each with a fix."""
     causes = []
     if index.split:
         causes.append(
@@ -225,7 +232,8 @@ def log_loss(scan: Scan) -> None:
             "Shard %s is damaged: %d of %d bytes are lost; download it again", shard.path, scan.lost_bytes, shard.bytes
         )
     elif shard.n_bad or (shard.n == 0 and shard.selection is None):
-        log.warning("Shard %s: only %d of %d samples can be used", shard.path, shard.n - shard.n_bad, shard.n)
+        good = shard.n - shard.n_bad
+        log.warning("Shard %s: only %d of %d samples have both an image and a caption", shard.path, good, shard.n)
     for cause in scan.causes:
         log.warning("Shard %s: %s", shard.path, cause)
 
@@ -238,17 +246,18 @@ def check_usable(scans: Sequence[Scan], paths: Sequence[str]) -> None:
     if not any(scan.shard.n for scan in scans):
         if any(scan.shard.selection is not None for scan in scans):
             raise UserError(
-                f"None of the uids is in {source}; check --uid-key and that the uid files belong to this pool."
+                f"None of the uids is in {source}; check --uid-key and that the uid files were made for these shards."
             )
-        raise UserError(f"No samples in {source}; samples are members such as 000000001.jpg and 000000001.txt.")
+        raise UserError(f"No samples in {source}; a sample has members such as 000000001.jpg and 000000001.txt.")
     if not any(scan.n_images for scan in scans):
         raise UserError(
-            f"No sample has an image in {source} (extensions found: {extensions}); images are "
-            f"{', '.join(IMAGE_EXTENSIONS)}."
+            f"No sample in {source} has an image (extensions found: {extensions}); the extension of an image must be "
+            f"one of {', '.join(IMAGE_EXTENSIONS)}."
         )
     if not any(scan.n_captions for scan in scans):
         raise UserError(
-            f"No captions in {source} (extensions found: {extensions}); add .txt members, or set data.captions."
+            f"No captions in {source} (extensions found: {extensions}); add .txt members, or name the members with "
+            "captions in data.captions (build-manifest: --captions)."
         )
     if not any(scan.shard.n > scan.shard.n_bad for scan in scans):
         causes = [cause for scan in scans for cause in scan.causes]

@@ -44,7 +44,9 @@ def resolve_shards(source: str) -> list[str]:
 
 def _resolve(source: str) -> list[str]:
     if not source.strip():
-        raise UserError("The data source is empty; pass a folder of tar shards, a glob, a brace pattern or a manifest.")
+        raise UserError(
+            "The data source is empty; pass a folder of shards, a glob, a brace pattern or a manifest folder."
+        )
     if _BETWEEN in source:
         paths: list[str] = []
         for part in source.split(_BETWEEN):
@@ -63,7 +65,7 @@ def _resolve(source: str) -> list[str]:
             raise UserError(_without_shards(path))
         return [str(tar.absolute()) for tar in tars]
     if path.is_file() and path.suffix.lower() in TABLES:
-        raise UserError(f"{path} is a table, not shards: {_pack(path)}.")
+        raise UserError(f"{path} is a table, not shards: {_pack(path, 'it')}.")
     if path.is_file():
         return _listed(path) if path.suffix == _LIST else [str(path.absolute())]
     return _matches(str(path))
@@ -73,12 +75,12 @@ def _without_shards(folder: Path) -> str:
     """Return a message about a folder without tars, with advice on the pairs in it."""
     for kind, extensions in {"tables": TABLES, "images": IMAGES}.items():
         if files_below(folder, extensions):
-            return f"No *.tar in {folder} or its subfolders, but {kind}: {_pack(folder)}."
+            return f"No *.tar in {folder} or its subfolders, but {kind}: {_pack(folder, 'them')}."
     return f"No *.tar in {folder} or its subfolders; pass the folder that contains the shards."
 
 
-def _pack(source: Path) -> str:
-    return f"pack them into shards (neuclip-ds pack {source} OUT), and pass the folder OUT"
+def _pack(source: Path, pronoun: str) -> str:
+    return f"pack {pronoun} into shards (neuclip-ds pack {source} OUT), and pass the folder OUT"
 
 
 def _listed(path: Path) -> list[str]:
@@ -112,7 +114,8 @@ def _matches(pattern: str) -> list[str]:
             paths.append(Path(name))
     missing = [path for path in paths if not path.exists()]
     if missing:
-        raise UserError(f"{missing[0]} does not exist ({len(missing)} of {len(paths)} in {pattern}); fix the path.")
+        count = f" ({len(missing)} of {len(paths)} paths in {pattern} are missing)" if len(paths) > 1 else ""
+        raise UserError(f"{missing[0]} does not exist{count}; correct the path.")
     if not paths:
         raise UserError(f"Nothing matches {pattern}; check the folder and the pattern.")
     return [str(path.absolute()) for path in paths]
@@ -122,7 +125,7 @@ def _braces(pattern: str) -> list[str]:
     sizes = [abs(int(last) - int(first)) + 1 for first, last in _RANGE.findall(pattern)]
     if math.prod(sizes) > _MAX_NAMES:
         raise UserError(
-            f"{pattern} expands to {math.prod(sizes):,} names, more than {_MAX_NAMES:,}; correct the range."
+            f"{pattern} expands to {math.prod(sizes):,} names, but the limit is {_MAX_NAMES:,}; correct the range."
         )
     try:
         return list(braceexpand(pattern))

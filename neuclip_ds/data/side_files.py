@@ -34,7 +34,7 @@ _BLOCK = 1 << 16  # bytes of a parquet file that are read at once
 def check_names(paths: Sequence[str]) -> None:
     """Raise UserError unless every path ends in .tar, because only tars have side files."""
     if other := next((path for path in paths if not path.endswith(_TAR)), None):
-        raise UserError(f"{other} is not the address of a .tar, so no side files belong to it; omit --from-side-files.")
+        raise UserError(f"{other} does not end in .tar, so it has no side files; omit --from-side-files.")
 
 
 def count_shards(sizes: Mapping[str, int | None]) -> Scans:
@@ -99,9 +99,9 @@ def _successes(store: Any, path: str) -> int:
     try:
         successes = json.loads(data)["successes"]
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise AttemptFailed('it is not JSON with "successes"') from error
+        raise AttemptFailed('it is not JSON with the key "successes"') from error
     if type(successes) is not int or successes < 0:
-        raise AttemptFailed(f'"successes" is {successes!r}')
+        raise AttemptFailed(f'its "successes" is {successes!r}, not a number of samples')
     return successes
 
 

@@ -39,7 +39,6 @@ _DELIMITERS = {".csv": _COMMA, ".tsv": "\t"}
 _MAX_HEADER = 100_000  # characters of a table's first line that are read to find its delimiter
 _BATCH = 256  # rows read at once; few, because they may contain images
 _FIX = "write or download that file again, or remove it"
-_FIX_QUOTES = "correct that file, or pack with --quotes=off if its quotes are ordinary characters"
 _LINE_BREAK = re.compile(r"\r\n|\r|\n")
 _DATA_URI = "data:"
 # JPEG, PNG, WebP, GIF and BMP in base64; so many characters are not a path
@@ -61,6 +60,7 @@ class PairTable:
     data: pyarrow.dataset.Dataset
     rows: int
     delimiter: str | None  # of CSV and TSV files whose quotes are checked, otherwise None
+    has_quotes_option: bool = False  # whether messages may suggest --quotes
     folder: Path | None = None  # from which relative image paths start; None for the folder of each row's file
 
     def read(self, columns: Sequence[str]) -> Iterator[Row]:
@@ -68,10 +68,11 @@ class PairTable:
 
         Raises UserError if the table cannot be read, or if a stray quote seems to put other rows into a cell.
         """
-        read_columns = list(columns) if self.delimiter is None else None  # a stray quote may be in any
+        read_columns = list(columns) if self.delimiter is None else None  # any column may contain a stray quote
         for fragment in self.data.get_fragments():
             file = self.name if self.folder is not None else fragment.path
-            with explained(f"The table {file} cannot be read", _FIX if self.delimiter is None else _FIX_QUOTES):
+            fix = _FIX if self.delimiter is None else _fix_of_quotes(self.has_quotes_option)
+            with explained(f"The table {file} cannot be read", fix):
                 batches = fragment.to_batches(
                     schema=self.data.schema, columns=read_columns, batch_size=_BATCH, fragment_readahead=1
                 )
@@ -80,10 +81,15 @@ class PairTable:
                 for batch in batches:
                     if checks_quotes and (problem := _find_missing_quote(batch, str(self.delimiter))):
                         if self.delimiter != _COMMA or not _is_strict_csv(fragment.path):
-                            raise UserError(f"{fragment.path}: {problem}")
+                            raise UserError(f"{fragment.path}: {problem}{self._advice_on_quotes()}")
                         checks_quotes = False  # the cells are captions with commas and line breaks
                     for cells in batch.select(list(columns)).to_pylist():
                         yield Row(folder, cells)
+
+    def _advice_on_quotes(self) -> str:
+        if not self.has_quotes_option:
+            return ""
+        return " To pack a table without quoted cells, set --quotes=off; if the cell is right, set --quotes=on."
 
     def find_column(self, usual: Sequence[str], what: str, advice: str) -> str:
         """Return the first column in `usual` that exists, ignoring case; raise UserError with `advice` if none does.
@@ -100,14 +106,17 @@ class PairTable:
         )
 
 
-def open_table(source: str, quotes: Quotes = "auto") -> PairTable:
+def open_table(source: str, quotes: Quotes | None = None) -> PairTable:
     """Open a table of image-caption pairs; raise UserError if there is no table or it cannot be read.
 
     `source` is a CSV, TSV, JSON Lines or Parquet file, a folder or glob of such files, all of the same format, or a
-    folder of images with a .txt file of the same name next to each.
+    folder of images with a .txt file of the same name next to each. None for `quotes` means `auto`, for callers
+    without an option --quotes, which the errors then do not suggest.
     """
     from pyarrow import dataset  # slow to import, because it imports pandas
 
+    has_quotes_option = quotes is not None
+    quotes = quotes or "auto"
     path = Path(source).expanduser()
     try:
         if path.is_dir():
@@ -120,20 +129,29 @@ def open_table(source: str, quotes: Quotes = "auto") -> PairTable:
         raise UserError(f"{source} cannot be listed ({error}); check the folders and their permissions.") from error
     extensions = {Path(file).suffix.lower() for file in paths}
     if len(extensions) != 1 or not extensions <= set(TABLES):
+        problem = "is not a table" if paths else "contains no table, or does not exist"
         raise UserError(
-            f"{source} is not a table; pass files of one kind ({', '.join(TABLES)}), or a folder of images with texts."
+            f"{source} {problem}; pass files of one format ({', '.join(TABLES)}), or a folder of images with .txt "
+            "files."
         )
     (extension,) = extensions
     delimiter = None
     if extension in _DELIMITERS:
         delimiter = _find_delimiter(Path(paths[0]), _DELIMITERS[extension])
-    with explained(f"The table {source} cannot be read", _FIX if delimiter is None else _FIX_QUOTES):
+    fix = _FIX if delimiter is None else _fix_of_quotes(has_quotes_option)
+    with explained(f"The table {source} cannot be read", fix):
         if delimiter is None:
             data = dataset.dataset(paths, format="json" if extension == ".jsonl" else "parquet")
         else:
-            data = _open_delimited(paths, delimiter, quotes)
+            data = _open_delimited(paths, delimiter, quotes, fix)
         rows = _count_rows(data)
-    return PairTable(name=source, data=data, rows=rows, delimiter=delimiter if quotes == "auto" else None)
+    return PairTable(
+        name=source,
+        data=data,
+        rows=rows,
+        delimiter=delimiter if quotes == "auto" else None,
+        has_quotes_option=has_quotes_option,
+    )
 
 
 def _open_folder(folder: Path, images: Sequence[Path]) -> PairTable:
@@ -147,8 +165,8 @@ def _open_folder(folder: Path, images: Sequence[Path]) -> PairTable:
     if not texts:
         raise UserError(
             f"{folder} contains {counted(len(images), 'image')}, but neither a .txt file nor a table "
-            f"({', '.join(TABLES)}): write a caption to NAME.txt for each image NAME.jpg, "
-            "or a table of image paths and captions."
+            f"({', '.join(TABLES)}): write the caption of each image NAME.jpg to NAME.txt, or write a table of image "
+            "paths and captions."
         )
     rows: list[tuple[str | None, str | None]] = []
     for image in images:
@@ -190,13 +208,20 @@ def _count_rows(data: pyarrow.dataset.Dataset) -> int:
         raise
 
 
-def _open_delimited(paths: list[str], delimiter: str, quotes: Quotes) -> pyarrow.dataset.Dataset:
+def _fix_of_quotes(has_quotes_option: bool) -> str:
+    """Return advice on a CSV or TSV file that cannot be read, as the end of a sentence."""
+    if has_quotes_option:
+        return "correct that file, or set --quotes=off if its quotes are ordinary characters"
+    return "correct that file, or write the table as .jsonl or .parquet"
+
+
+def _open_delimited(paths: list[str], delimiter: str, quotes: Quotes, fix: str) -> pyarrow.dataset.Dataset:
     from pyarrow import dataset  # slow to import
 
     quote = False if quotes == "off" else '"'
     parsing = pyarrow.csv.ParseOptions(delimiter=delimiter, quote_char=quote, newlines_in_values=quotes != "off")
     with (
-        explained(f"The table {paths[0]} cannot be read", _FIX_QUOTES),
+        explained(f"The table {paths[0]} cannot be read", fix),
         pyarrow.csv.open_csv(paths[0], parse_options=parsing) as first,
     ):
         names = first.schema.names
@@ -217,8 +242,7 @@ def _find_missing_quote(batch: pa.RecordBatch, delimiter: str) -> str:
                 return (
                     f"a quote opens the cell of column {name} that begins with {first[:60]!r}, and the cell seems to "
                     f'contain {counted(len(others), "more row")}. Write the cell as "...", with two quotes in place of '
-                    "each quote in it, or write the table as .jsonl or .parquet. To pack a table without quoted cells, "
-                    "set --quotes=off; if the cell is right, set --quotes=on."
+                    "each quote in it, or write the table as .jsonl or .parquet."
                 )
     return ""
 

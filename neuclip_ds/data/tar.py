@@ -4,8 +4,8 @@ For well-formed shards, the samples are the same as in webdataset 1.0.2. After a
 thus webdataset, silently drops the rest of the shard. This module continues at the next valid header and records the
 gap. It reads POSIX.1-1988 ustar, POSIX.1-2001 pax and GNU tars (long names, base-256 numbers); it skips sparse members.
 
-Two things differ from webdataset: hard links are followed to the member of the same tar that they name, as GNU tar
-stores files with equal inodes; and the files that macOS adds (`._NAME`, `__MACOSX/`) are ignored.
+Two things differ from webdataset. A hard link is read as the member of the same tar that it names, because GNU tar
+stores files with equal inodes as hard links. The files that macOS adds (`._NAME`, `__MACOSX/`) are ignored.
 
 A name ends at its first NUL and is never used as a path. The running time is linear in the size of the tar.
 """
@@ -94,7 +94,7 @@ class _Header(NamedTuple):
 
 
 class _Member(NamedTuple):
-    """A member that belongs to a sample: its extent, or None for a link or a sparse file, or the target of a link."""
+    """A member of a tar; its extent is None for a link or a sparse file, and `target` is what a hard link names."""
 
     name: str
     extent: Extent | None
@@ -263,7 +263,7 @@ def _verify_checksum(block: bytes) -> None:
     """Verify a header's checksum: the sum of its bytes (signed in some old tars), with the checksum field blank."""
     field = block[148:156]
     expected = _number(field)
-    excess = sum(field) - 8 * ord(" ")  # of the sum over the field's bytes, because they are not blank
+    excess = sum(field) - 8 * ord(" ")  # by which the sum over the block exceeds that with a blank field
     # the low half of Adler-32 is 1 + the sum of the bytes, modulo 65521, and takes a tenth of the time of sum()
     if (zlib.adler32(block) & 0xFFFF) == (expected + excess + 1) % 65521:
         return
@@ -274,7 +274,7 @@ def _verify_checksum(block: bytes) -> None:
 
 
 def _number(field: bytes) -> int:
-    """Parse an octal number, or a GNU base-256 number if the first bit is set."""
+    """Parse an octal number, or a GNU base-256 number if the first byte is 0x80."""
     if field[0] == 0o200:
         return int.from_bytes(field[1:], "big")
     try:

@@ -139,6 +139,9 @@ def open_training_data(
         meta: content of that checkpoint's meta.json, which determines the held-out pairs and the order of the samples.
         features: folders that `neuclip-ds embed` wrote for the same data, keyed by the names of their tables; none
             by default.
+
+    Raises:
+        UserError: the data, the stored features or the tokenizer cannot be used, or do not match the checkpoint.
     """
     data = config.data
     held_out = None
@@ -169,8 +172,8 @@ def open_training_data(
         _check_same_features(tables, meta["data"].get("features", {}))
     if communicator.rank == 0 and (unused := unused_sources(manifest, data.captions, loading.cache)):
         log.warning(
-            "data.captions names %s, which none of %d samples has: correct the name, or omit it",
-            unused,
+            "data.captions names %s, but a check of up to %d samples found no such captions: correct data.captions",
+            " and ".join(unused),
             CHECKED_SAMPLES,
         )
     nodes = communicator.world_size // len(communicator.ranks_of_node())
@@ -191,7 +194,7 @@ def open_training_data(
     if communicator.rank == 0 and meta is None:
         for warning in size_warnings(data.batch_size, manifest.n_used):
             log.warning("%s", warning)
-        if loading.cache is None and reads_captions(tables, data.captions):  # a remote shard would be fetched
+        if loading.cache is None and reads_captions(tables, data.captions):  # else shards would be fetched
             _warn_about_captions(manifest, data.captions, tokenizer)
     return TrainingData(
         manifest=manifest,
@@ -230,12 +233,13 @@ def _create_tokenizer(
     staged: Path,
     resumed: Path | None,
 ) -> CaptionTokenizer:
-    """Save and return the checkpoint's tokenizer or, in a new run, the result of `new_tokenizer`."""
+    """Save and return the checkpoint's tokenizer; without one, as in a new run, the result of `new_tokenizer`."""
     folder = staged / TOKENIZER
 
     def save() -> None:
         with explain_disk(folder):
-            if resumed is not None and (resumed / TOKENIZER).is_dir():  # else earlier versions did not copy it
+            # checkpoints of earlier versions may lack the tokenizer
+            if resumed is not None and (resumed / TOKENIZER).is_dir():
                 # hard links, which work on a full disk
                 shutil.copytree(resumed / TOKENIZER, folder, copy_function=link_or_copy)
             else:

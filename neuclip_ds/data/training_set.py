@@ -25,7 +25,7 @@ _HOLD_OUT_EVERY = 1000
 _FEWEST_HELD_OUT = 200
 _MOST_HELD_OUT = 10_000
 FEWEST_PAIRS = 10 * _FEWEST_HELD_OUT  # smallest training set from which `auto` holds out pairs
-_HELD_OUT_SHARDS = 100  # shards from which held-out pairs are taken; each may have to be fetched
+_HELD_OUT_SHARDS = 100  # most shards from which pairs are held out, unless they are small; each may have to be fetched
 
 
 class TrainingSet:
@@ -81,7 +81,7 @@ class TrainingSet:
         return [Interleave(streams=interleave.streams, block=int(block)) for block in blocks]
 
     def orders(self, batch_size: int, seed: int, interleave: Interleave) -> list[GlobalOrder]:
-        """Return the order of each source's samples in a mixture."""
+        """Return the order of each source's samples; for a single dataset, the only order."""
         return [
             GlobalOrder(self.manifest.starts, sizes, batch_size, seed, interleave_of_source)
             for sizes, interleave_of_source in zip(self.sizes_by_source, self.interleaves(interleave), strict=True)
@@ -102,7 +102,10 @@ class TrainingSet:
 
 
 def find_split(source: str | int, name: str, train_paths: Sequence[str]) -> str:
-    """Return a held-out set's path: `source`, or, for `auto`, a folder called `name` next to the first training set."""
+    """Return a held-out set's path: `source` or, for `auto`, the folder `name` next to the first training set.
+
+    Returns "" if there is no such folder, or if `source` is a number of pairs.
+    """
     if source != "auto":
         return source if isinstance(source, str) else ""
     first_path = next(iter(train_paths), "")
@@ -138,7 +141,8 @@ def _choose_held_out(data: DataConfig, sizes: NDArray[np.int64]) -> dict[int, in
         return {}
     if total > n // 2:
         raise UserError(
-            f"data.val={total} holds out more than half of the {n} training pairs; hold out at most {n // 2}."
+            f"data.val={total} would hold out more than half of the {counted(n, 'training pair')}; set it to at most "
+            f"{n // 2}."
         )
 
     # take at most a tenth of the samples of each chosen shard, or use all shards
@@ -208,7 +212,7 @@ def open_order(
         window = interleave.streams * interleave.block
         if saved is None and window < min(WINDOW, int(manifest.sizes.sum())):
             log.warning(
-                "data.cache_gb=%g limits the shuffle buffer to %s samples: raise it to mix batches better",
+                "data.cache_gb=%g limits the shuffle buffer to %s samples: raise data.cache_gb to mix batches better",
                 data.cache_gb,
                 f"{window:,}",
             )
@@ -219,7 +223,7 @@ def open_order(
     if order.last_batch_size < 2:
         raise UserError(
             f"data.batch_size={data.batch_size} leaves one of {order.n} samples for an epoch's last batch, which "
-            "would then have no negatives. Choose another batch size or data.drop_last=true."
+            "would have no negatives. Choose another data.batch_size, or set data.drop_last=true."
         )
     return order
 

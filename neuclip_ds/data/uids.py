@@ -81,13 +81,13 @@ def uid_of_location(shard: str, extents: NDArray[np.int64]) -> tuple[int, int]:
 
 
 def _map(path: Path) -> UidArray:
-    with explained(f"The uid file {path} cannot be read", "it must be a .npy of dtype u8,u8"):
+    with explained(f"The uid file {path} cannot be read", "it must be a .npy file with an array of dtype u8,u8"):
         listed = np.lib.format.open_memmap(path, mode="r")
     words = [listed.dtype[name].str for name in listed.dtype.names or ()]
     if words != ["<u8", "<u8"] or listed.dtype.itemsize != UID.itemsize or listed.ndim != 1:
         raise UserError(
             f"The uid file {path} contains an array of dtype {listed.dtype} and shape {listed.shape}; save a "
             'one-dimensional array of dtype np.dtype("u8,u8"), with the first 16 hex digits of each uid in the first '
-            "field."
+            "field and the last 16 in the second."
         )
     return listed.view(UID)

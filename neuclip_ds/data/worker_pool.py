@@ -71,7 +71,8 @@ class WorkerPool:
         Jobs must be picklable; at most `prefetch` jobs per worker are read ahead. Error messages contain `folder` (the
         folder of the shards) and `describe(n)` (a name for the result of the n-th job, from 1). If the caller stops
         early, the next call starts new workers. Raises UserError if a job raises it, if a worker fails repeatedly, or
-        if a limit of this machine is too low for workers.
+        if a limit of this machine is too low for workers. Any other exception in a worker is raised as a RuntimeError
+        that contains the traceback.
         """
         count = self._options.workers
         if not count:
@@ -118,8 +119,8 @@ class WorkerPool:
             except _WorkerFailure as error:
                 failures += 1
                 if failures == MAX_FAILURES:
-                    raise UserError(f"{error} ({failures} times in a row).") from error
-                log.warning("%s; replacing the process (attempt %d of %d)", error, failures, MAX_FAILURES - 1)
+                    raise UserError(f"{error}. This has happened {failures} times in a row.") from error
+                log.warning("replacing a loader process (attempt %d of %d). %s", failures, MAX_FAILURES - 1, error)
             failed = workers[number]
             failed.stop()
             workers[number] = _start_worker(self._work, self._options)
@@ -129,7 +130,8 @@ class WorkerPool:
 
 def _start_worker(work: Callable[[Any], Any], options: LoaderOptions) -> _Worker:
     """Start a worker; raise UserError if this machine does not allow it."""
-    with explained("A loader process cannot be started", "lower data.workers, or raise the limit on processes"):
+    fix = "lower data.workers (or --workers), or raise the limit on processes (ulimit -u)"
+    with explained("A loader process cannot be started", fix):
         try:
             return _Worker(work, options)
         except OSError as error:
@@ -184,7 +186,7 @@ class _Worker:
         """
         result, connection_error = self._wait(waited_for)
         if connection_error is not None:
-            self._process.join(_POLL)  # sets its exit code
+            self._process.join(_POLL)  # sets the process's exit code
             code = self._process.exitcode
             if code is None:
                 if fix := fix_of_limit(connection_error):
@@ -194,7 +196,7 @@ class _Worker:
             cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             advice = ""
             if code == -signal.SIGKILL:
-                advice = "; lower data.workers if memory ran out"
+                advice = "; if memory ran out, lower data.workers (or --workers)"
             elif code == -signal.SIGBUS:
                 advice = f"; {fix_of_shared_memory()}"
             raise _WorkerFailure(f"A loader process died while the run waited for {waited_for}: {cause}{advice}")
@@ -214,7 +216,7 @@ class _Worker:
         while True:
             with suppress(Empty):
                 return self._results.get(timeout=min(_POLL, timeout / 2))
-            if cache is not None and cache.waits_for_storage():  # this ends after `data.max_outage`
+            if cache is not None and cache.waits_for_storage():  # for at most `data.max_outage` seconds
                 waiting_since = time.monotonic()
                 with deferring(False):  # a signal ends the run now: the next step may be an hour away
                     pass

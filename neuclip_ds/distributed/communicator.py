@@ -45,7 +45,7 @@ class Pending:
     _work: dist.Work | None = None  # torch's handle; None if the result is ready
     _waiting: Callable[[], AbstractContextManager[None]] = nullcontext  # adds the time of `wait` to the traffic
 
-    _host_copy: "HostCopy | None" = None  # of a result on a GPU that is needed in host memory
+    _host_copy: "HostCopy | None" = None  # copy of a result that is on a GPU but needed in host memory
 
     def wait(self) -> Tensor:
         """Wait for the result and return it; on a GPU, later kernels wait but the host does not.
@@ -177,15 +177,18 @@ class Communicator:
         return self._begin("all_reduce", x, purpose, result, dist.all_reduce)
 
     def reduce_scatter(self, x: Tensor, purpose: str) -> Tensor:
-        """Sum x, of shape (K b, ...), over all K ranks and return this rank's rows, of shape (b, ...)."""
+        """Sum x, of shape (K b, ...), over all K ranks and return this rank's rows, of shape (b, ...).
+
+        Raises `ValueError` if K does not divide the number of rows.
+        """
         return self.begin_reduce_scatter(x, purpose).wait()
 
     def begin_reduce_scatter(self, x: Tensor, purpose: str) -> Pending:
-        """Start a `reduce_scatter` that overlaps computation."""
+        """Start a `reduce_scatter` that overlaps computation; raise the same error."""
         if self.world_size == 1:
             return Pending(x)
         if x.shape[0] % self.world_size:
-            raise ValueError(f"reduce_scatter of {x.shape[0]} rows over {self.world_size} ranks: not divisible")
+            raise ValueError(f"reduce_scatter: {x.shape[0]} rows are not divisible by {self.world_size} ranks")
         result = x.new_empty((x.shape[0] // self.world_size, *x.shape[1:]))
         return self._begin("reduce_scatter", x, purpose, result, reduce_scatter_single, x.contiguous())
 
@@ -254,7 +257,10 @@ class Communicator:
         return cast(T, outcome["result"])
 
     def raise_if_any_rank_failed(self, problem: str | None) -> None:
-        """Raise `UserError` on all ranks if any rank has a problem; name the lowest such rank and its host."""
+        """Raise `UserError` on all ranks if any rank has a `problem` (None: no problem); all ranks call this together.
+
+        The message names the lowest rank that has a problem, and its host.
+        """
         reports = self.gather_objects({"host": socket.gethostname(), "problem": problem})
         for rank, report in enumerate(reports):
             text = report["problem"]

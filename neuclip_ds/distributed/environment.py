@@ -40,7 +40,10 @@ class RankEnvironment(NamedTuple):
 
 
 def read_environment(env: MutableMapping[str, str] = os.environ) -> RankEnvironment:
-    """Return the rank, local rank and world size; without a launcher, return (0, 0, 1)."""
+    """Return the rank, local rank and world size; without a launcher, return (0, 0, 1).
+
+    Raises `UserError` if the launcher's variables do not describe a rank, or lack the number of ranks.
+    """
     names = _variables_of_launcher(env)
     if names is None:
         for name in _OTHER_RANKS:
@@ -55,22 +58,23 @@ def read_environment(env: MutableMapping[str, str] = os.environ) -> RankEnvironm
     if not are_numbers or int(values[0]) >= int(values[2]):
         settings = ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
         raise UserError(
-            f"The values {settings} do not describe a rank; start with a launcher, which sets these variables."
+            f"The values {settings} do not describe a rank; start the run with a launcher, which sets these variables."
         )
     rank, local_rank, world_size = values
     return RankEnvironment(int(rank), int(local_rank), int(world_size))
 
 
 def local_ranks(env: Mapping[str, str] = os.environ) -> int:
-    """Return the number of launched ranks that run on this machine."""
+    """Return the number of launched ranks that run on this machine, or 1 if the launcher does not report it."""
     return int(env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or 1)  # torchrun's, DeepSpeed's
 
 
 def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
-    """Set the process-group variables that the launcher has not set (for a single rank or an srun step).
+    """Set the variables that torch's process group reads, if the launcher has not set them.
 
-    An srun step uses its first node as MASTER_ADDR and a port derived from the job ID. Under mpirun, MPI can provide a
-    missing address, so nothing is set; under other launchers, a missing address raises `UserError`.
+    A single rank uses its own machine as MASTER_ADDR and a free port; an srun step uses its first node and a port
+    derived from the job ID. Under mpirun, MPI can provide a missing address, so nothing is set; under other launchers,
+    a missing address raises `UserError`.
     """
     names = _variables_of_launcher(env)
     if names is None or (names not in (_TORCH, _SLURM) and read_environment(env).world_size == 1):
@@ -92,7 +96,7 @@ def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
         env["LOCAL_RANK"] = str(environment.local_rank)
         env["WORLD_SIZE"] = str(environment.world_size)
     elif names in (_TORCH, _SLURM):
-        raise UserError("MASTER_ADDR and MASTER_PORT, the address of rank 0, are not set: start with a launcher.")
+        raise UserError("MASTER_ADDR and MASTER_PORT, the address of rank 0, are not set: set them on each rank.")
 
 
 def find_gpus(devices: Path = Path("/dev")) -> list[str]:
@@ -111,9 +115,9 @@ def let_idle_threads_sleep(env: MutableMapping[str, str] = os.environ) -> None:
 
 
 def refuse_missing_gpus(torch_build: str) -> None:
-    """Raise `UserError` if DeepSpeed finds no GPU and would train on the CPU by mistake.
+    """Raise `UserError` if training on the CPU is a mistake; call this if DeepSpeed has found no GPU.
 
-    This is a mistake if the machine has GPUs or if the process was started by `deepspeed --num_gpus N`. The alias
+    It is a mistake if the machine has GPUs or if the process was started by `deepspeed --num_gpus N`. The alias
     `--num_accelerators` is allowed, because it can also mean CPU ranks. DS_ACCELERATOR=cpu disables these checks.
 
     Args:
@@ -130,7 +134,8 @@ def refuse_missing_gpus(torch_build: str) -> None:
             f"{socket.gethostname()} has GPUs ({', '.join(gpus)}), but torch cannot use them: this is {torch_build}, "
             f"and NVIDIA's driver is {driver[0] if driver else 'not loaded'}. Check nvidia-smi and "
             "CUDA_VISIBLE_DEVICES; install a newer driver, or torch for an older CUDA: pip install 'torch<2.16' "
-            "torchvision --index-url https://download.pytorch.org/whl/cu126. DS_ACCELERATOR=cpu trains on the CPU."
+            "torchvision --index-url https://download.pytorch.org/whl/cu126. To train on the CPU, set "
+            "DS_ACCELERATOR=cpu."
         )
     for parent in psutil.Process().parents():
         with suppress(psutil.Error):  # the process has ended

@@ -16,7 +16,7 @@ from neuclip_ds.errors import UserError
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-CONTROL = f"{PURPOSE}control"  # range in a profiler's trace of everything that is not training data
+CONTROL = f"{PURPOSE}control"  # range in a profiler's trace for collectives that do not send training data
 
 
 def encode(x: Any, device: torch.device) -> Tensor:
@@ -31,7 +31,7 @@ def decode(message: Tensor, rank: int) -> Any:
     except (ValueError, RecursionError) as error:
         raise UserError(
             f"Rank {rank} sent bytes that are not JSON ({error}): another program takes part in the run's collectives. "
-            "Train on a network that only its users can reach."
+            "Train on a network that other programs cannot reach."
         ) from error
 
 

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.distributed.store_entries import parse_entry, read_entry, write_entry
-from neuclip_ds.errors import Interrupted, TrainingDiverged, UserError, exit_code
+from neuclip_ds.errors import Interrupted, TrainingDiverged, UserError, counted, exit_code
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +50,8 @@ _NOT_CONNECTED = (
 )
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _DIED = (
-    "it was killed and reported no error (out of memory, a signal, a lost node, or a collective that a hook has not "
-    "called on all ranks)"
+    "it was killed and reported no error (possible causes: out of memory, a signal, a lost node, or a collective that "
+    "a hook has not called on all ranks)"
 )
 
 
@@ -98,8 +98,8 @@ class FailureDetector:
         address: address at which the other nodes reach this machine.
 
     Attributes:
-        communicator: communicator between the ranks, which the caller must set within 5 minutes, after the ranks have
-            connected their process groups.
+        communicator: communicator between the ranks. The caller must set it when the ranks have connected their process
+            groups; if it is not set within 5 minutes, all ranks end.
 
     Raises:
         UserError: the previous rank cannot be reached.
@@ -219,7 +219,7 @@ class FailureDetector:
                     if self._rank != 0 or self._store.check(all_left):
                         self._left.set()
                         return
-                elif self.communicator is not None and dist.is_initialized():  # otherwise only rank 0 is working
+                elif self.communicator is not None and dist.is_initialized():  # after `leave`, only rank 0 works
                     self._watch_progress(self.communicator)
                 self._wake.wait(0.05 if self._leaving else _POLL_INTERVAL)
                 self._wake.clear()
@@ -284,11 +284,11 @@ class FailureDetector:
             named.append(f"rank {rank} on {self._host_of(rank)}, which {doing}")
         more = len(behind) - _MAX_NAMED_RANKS
         log.warning(
-            "no rank has made progress for %.0f s: %s %s%s; `py-spy dump --pid PID` on that host shows more",
+            "no rank has made progress for %.0f s: %s %s%s; `py-spy dump --pid PID` on a rank's host shows its stack",
             _STUCK_AFTER + _STUCK_SPREAD,
             "the ranks wait for" if behind else "no rank is behind the others; check",
-            ", ".join(named),
-            f" and {more} more" if more > 0 else "",
+            "; ".join(named),
+            f"; and {counted(more, 'other rank')}" if more > 0 else "",
         )
 
     def _stuck_at(self, rank: int) -> StuckAt | None:
@@ -308,7 +308,8 @@ class FailureDetector:
             log.error("rank %d on %s failed; ending all ranks:", failure.rank, failure.host, exc_info=self._error)
         elif self._local_rank == 0 or (self._logs_for_previous_rank and failure.rank == self._previous_rank):
             # once per node, because each node may have a separate log
-            log.error("ended because rank %d on %s failed: %s", failure.rank, failure.host, failure.text)
+            name = f"rank {failure.rank}" if failure.rank >= 0 else "a rank"  # of an unreadable message
+            log.error("ended because %s on %s failed: %s", name, failure.host, failure.text)
         sys.stdout.flush()
         sys.stderr.flush()
         time.sleep(wait)

@@ -45,7 +45,7 @@ from neuclip_ds.errors import UserError, counted, explained
 log = logging.getLogger(__name__)
 
 TIMEOUT = timedelta(minutes=5)  # longest time between the arrivals of the first rank and the last rank
-_COLLECTIVE_LIMIT = timedelta(minutes=30)
+_COLLECTIVE_LIMIT = timedelta(minutes=30)  # longest wait for another rank in a collective, without `max_outage`
 _FILE_DELAY = 15.0  # longest time in seconds until a network file system shows a file from another node
 _CONNECT_LIMIT = 10.0  # longest time in seconds of one attempt to connect to the store
 _POLL_INTERVAL = 0.1  # seconds between reads of the store
@@ -103,7 +103,7 @@ def process_group(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
             detector = FailureDetector(environment, detector_store, joined.address)
             stack.enter_context(detector)
         else:
-            stack.callback(_restore_variables, before)  # other programs take them for those of a launcher
+            stack.callback(_restore_variables, before)  # else other programs would take them for a launcher's
             # torch's hook writes the rank before each line of a traceback, once for each group that was ever joined
             stack.callback(setattr, sys, "excepthook", sys.excepthook)
             stack.callback(leave)
@@ -126,8 +126,8 @@ def join(
     Args:
         max_outage: as for `process_group`.
         store: store for the communicator's counters.
-        group_store: a dedicated connection to the store through which the group connects; by default, a new connection
-            to MASTER_ADDR.
+        group_store: a dedicated connection to the store through which several ranks connect; by default, a new
+            connection to MASTER_ADDR.
     """
     global _joined
     accelerator = get_accelerator()
@@ -216,7 +216,10 @@ def _restore_variables(before: Mapping[str, str]) -> None:
 
 
 def _choose_device(local_rank: int) -> None:
-    """Assign each rank on a node its own GPU before anything uses a GPU."""
+    """Assign each rank on a node its own GPU before anything uses a GPU; without GPUs, prepare for training on a CPU.
+
+    Raises `UserError` if the node has too few GPUs, or if it has GPUs that torch cannot use.
+    """
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         refuse_missing_gpus(_torch_build())
@@ -225,9 +228,9 @@ def _choose_device(local_rank: int) -> None:
     count = accelerator.device_count()
     if local_rank >= count:
         raise UserError(
-            f"{socket.gethostname()} shows {counted(count, 'GPU')}, too few for local rank {local_rank}: start one "
-            "rank per GPU (slots in the hostfile), and let each rank see all GPUs (srun --gpus-per-node, not "
-            "--gpus-per-task)."
+            f"{socket.gethostname()} shows this rank {counted(count, 'GPU')}, too few for local rank {local_rank} (the "
+            "first is 0): start one rank per GPU (slots in the hostfile), and let each rank see all GPUs of its node "
+            "(srun --gpus-per-node, not --gpus-per-task)."
         )
     accelerator.set_device(local_rank)
 
@@ -259,8 +262,8 @@ def _fingerprint(task: str) -> dict[str, str]:
         devices += f" {'.'.join(map(str, torch.cuda.nccl.version()))}"
     return {
         "devices": devices,
-        "version of the libraries": f"{_torch_build()}, deepspeed {deepspeed.__version__}",
-        "neuclip_ds": code.hexdigest()[:12],
+        "library versions": f"{_torch_build()}, deepspeed {deepspeed.__version__}",
+        "code of neuclip_ds": code.hexdigest()[:12],
         "config": task,
     }
 
@@ -295,7 +298,7 @@ def open_store(rank: int, timeout: timedelta = TIMEOUT, serve: bool = True) -> d
     except (OSError, dist.DistError) as error:
         if is_server:
             problem = "cannot listen"
-            fix = "that no other run uses the port (the launcher's --master_port)"
+            fix = "that no other run uses the port, or choose another one (the launcher's --master_port)"
         else:
             problem = f"waited {timeout.total_seconds():.0f} s for rank 0"
             fix = "rank 0's log, the address (the launcher's --master_addr) and the firewall"
@@ -417,13 +420,13 @@ def _wait_for_verdict(
     """Join rank 0's current rendezvous attempt, and return its name and the result of rank 0's comparison.
 
     torchrun's store also contains the names and results of earlier attempts, in which this process took no part. This
-    rank therefore joins again whenever the name changes. torchrun's restart counts cannot serve as names, because they
-    differ between nodes.
+    rank therefore joins again whenever the name of the current attempt changes. torchrun's restart counts cannot serve
+    as names, because they differ between nodes.
     """
     deadline = time.monotonic() + 2 * timeout.total_seconds()  # rank 0 may have started to wait later than this rank
     attempt = ""
     attempt_store = store
-    while time.monotonic() < deadline:  # a signal could not end the rank during `store.wait`
+    while time.monotonic() < deadline:  # polls, because a signal could not end the rank during `store.wait`
         named = store.get("attempt").decode(errors="replace") if store.check(["attempt"]) else ""
         if named != attempt:
             attempt = named
@@ -456,7 +459,7 @@ def _compare(store: dist.Store, world_size: int, timeout: timedelta) -> _Verdict
     deadline = time.monotonic() + timeout.total_seconds()
     while len(arrivals) < world_size:
         number += 1
-        while not store.check([f"arrival/{number}"]):  # a wait that times out prints a warning
+        while not store.check([f"arrival/{number}"]):  # polls, because a `store.wait` that times out prints a warning
             if time.monotonic() > deadline:
                 missing = ", ".join(str(rank) for rank in range(world_size) if rank not in arrivals)
                 return verdict(
@@ -475,7 +478,7 @@ def _compare(store: dist.Store, world_size: int, timeout: timedelta) -> _Verdict
             return verdict(f"rank {rank} on {arrival.host}: {arrival.problem}")
         if former is not None and not _torchrun_serves():  # torchrun may have restarted the rank
             return verdict(
-                f"Two processes are rank {rank}, on {former.host} and {arrival.host}: give each node its own "
+                f"Two processes are rank {rank}, on {former.host} and {arrival.host}: give each node a different "
                 "--node_rank."
             )
         first = first or arrival
@@ -496,8 +499,8 @@ def _find_difference(first: _Arrival, other: _Arrival) -> str:
         lines = [line for line in [*header_and_lines][3:] if not line.startswith("@@")]
         changes = " ".join(lines)[:_MAX_CHANGES]
         return (
-            f"Rank {other.rank} on {other.host} differs from rank {first.rank} on {first.host} in {name} ({changes}): "
-            "start all nodes with the same files, options and number of slots."
+            f"Rank {other.rank} on {other.host} differs from rank {first.rank} on {first.host} in its {name} "
+            f"({changes}): use the same code, libraries, options and number of slots on all nodes."
         )
     return ""
 
@@ -526,6 +529,6 @@ def read_hostfile(path: Path) -> dict[str, int]:
     if not path.is_file():
         raise UserError(f"The hostfile {path} does not exist; hostfiles/ has examples.")
     if path.read_bytes().startswith(codecs.BOM_UTF8):
-        raise UserError(f"DeepSpeed reads the byte order mark of {path} as part of a name; save it without the mark.")
+        raise UserError(f"DeepSpeed reads the byte order mark of {path} as part of a name; save the file without it.")
     with explained(f"DeepSpeed cannot read the hostfile {path}", "write one line `NAME slots=N` for each node"):
         return dict(fetch_hostfile(path))

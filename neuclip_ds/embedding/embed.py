@@ -66,7 +66,7 @@ class Summary:
     samples: int  # samples in these parts
     bad: int  # samples that were omitted
     unreadable: list[str]  # shards that could not be read, with the reasons
-    seconds: float
+    seconds: float  # duration of the call on this rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ class Parts:
         return {**self._identity, "shards": manifest.n_shards, "data": manifest.content_hash}
 
     def create(self, manifest: Manifest) -> list[int]:
-        """Open or create the folder, and return the numbers of its parts; raise UserError if another job wrote them."""
+        """Open or create the folder, and return the shards of its parts; raise UserError if another job wrote it."""
         identity = self._identity_for(manifest)
         path = self.folder / EMBEDDING
         if path.is_file():
@@ -116,7 +116,7 @@ class Parts:
 
     def _check_identity(self, path: Path, identity: Mapping[str, Any], manifest: Manifest) -> None:
         """Raise UserError if the file describes a different job; the dataset may have grown since it was written."""
-        with explained(f"{path} cannot be read", "choose another --out, or delete it"):
+        with explained(f"{path} cannot be read", f"choose another --out, or delete {self.folder}"):
             stored = json.loads(path.read_text(encoding="utf-8"))
             shards = stored["shards"]
             expected = {**identity, "shards": shards, "data": manifest.hash_of_first(shards)}
@@ -129,7 +129,10 @@ class Parts:
                 )
 
     def write(self, encoded: EncodedShard, manifest: Manifest) -> int:
-        """Write a shard's part; return its number of samples."""
+        """Write a shard's part; return its number of samples.
+
+        Raises UserError if a feature is not finite in the dtype of the files.
+        """
         index = torch.cat([block.index for block in encoded.blocks]).numpy()
         captions = [block.captions for block in encoded.blocks if block.captions is not None]
         text_start = None
@@ -183,7 +186,9 @@ class Parts:
         if not np.isfinite(stored).all():
             cause = f"exceed the range of {dtype}: set --dtype float32 and another --out"
             if not features.isfinite().all():
-                cause = "are not finite: check the model's weights, or set --precision float32"
+                cause = "are not finite: check the model's weights"
+                if self._identity.get("precision") != "float32":
+                    cause += ", or set --precision float32 and another --out"
             raise UserError(f"Features of shard {shard} {cause}.")
         return stored
 
@@ -202,11 +207,11 @@ def embed(
     options: LoaderOptions,
     communicator: Communicator,
 ) -> Summary:
-    """Write the missing parts; all ranks call this function together and receive the same summary.
+    """Write the missing parts; all ranks call this function together and receive the same totals.
 
     The encoders must not run collectives, because the number of calls differs between ranks; they get at most
     `batch_size` images or captions at once. Raises UserError if the folder contains features from a different job, a
-    shard differs from the manifest, the disk is full, or loaders die repeatedly.
+    shard differs from the manifest, a feature is not finite, the disk is full, or loaders die repeatedly.
     """
     written_before = set(communicator.on_rank_zero(lambda: parts.create(manifest)))
     missing = []
@@ -294,7 +299,7 @@ def _encode_shards(
 
 
 def encode_by_length(encode: EncodeOne, tokens: Tensor, batch_size: int) -> Tensor:
-    """Encode (m, T) token ids in batches of captions of similar length; return (m, d) features in the given order.
+    """Encode (m, T) token ids, m > 0, in batches of similar length; return (m, d) features in the given order.
 
     Rows end with PADDING; each batch is as long as its longest caption. Without PADDING, the order is unchanged.
     """

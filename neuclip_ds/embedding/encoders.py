@@ -72,7 +72,8 @@ def dual_encoders(
 ) -> FeatureEncoders:
     """Return the encoders of a model, which run on the model's device.
 
-    `trunks` is the result of `record_trunks`. Raises UserError if the model has no features before a projection.
+    `trunks` is the result of `record_trunks`. Raises UserError if `output` is `trunk` and a tower has no separate
+    projection.
     """
     if output == "trunk":
         if isinstance(model.vision.projection, nn.Identity) or isinstance(model.text.projection, nn.Identity):

@@ -28,9 +28,10 @@ def drop_near_duplicates(
     """Return the uids of the samples to keep, in the order of the n distinct `uids`.
 
     Larger values in `column` take precedence; near-duplicates have a cosine similarity of at least `threshold`. Writes
-    a CSV file with a line for each dropped sample to `list_path`: its uid, the uid of the nearest sample that was kept
-    before it, and their cosine similarity. All n features stay in memory, in their stored dtype; chunks of `chunk`
-    samples are compared at once. Raises UserError if a folder contains no features or cannot be read.
+    a CSV file with a line for each dropped sample to `list_path`: its uid, the uid of a near sample that was kept
+    before it, and their cosine similarity. The kept sample is the nearest one in earlier chunks or, if none of them is
+    near, in the same chunk. All n features stay in memory, in their stored dtype; chunks of `chunk` samples are
+    compared at once. Raises UserError if a folder contains no features or cannot be read, or if widths differ.
     """
     row_of_uid = {}
     for row, (high, low) in enumerate(uids.tolist()):
@@ -92,14 +93,22 @@ def _parts(folders: Sequence[Path], column: str) -> Iterator[tuple[pa.Table, NDA
     """Yield each part's table of uids and values, and the (n, d) features of the first view of its images."""
     for folder in folders:
         if not (folder / EMBEDDING).is_file():
-            raise UserError(f"{folder} lacks features: pass the --out folder of neuclip-ds embed.")
+            raise UserError(
+                f"--near-duplicates needs image features, but {folder} contains none: pass the --out folder of "
+                "`neuclip-ds embed`."
+            )
         for path in feature_tables(folder):
-            with explained(f"The features in {path} cannot be read", "run neuclip-ds embed again"):
+            with explained(
+                f"The features in {path} cannot be read", "delete this file, and run `neuclip-ds embed` again"
+            ):
                 table = pq.read_table(path, columns=["uid", column])
                 with path.with_suffix(PART_SUFFIX).open("rb", buffering=0) as file:
                     part = map_part(file)
                 if part.image is None:
-                    raise UserError(f"{folder} contains no image features: run `neuclip-ds embed` on the images.")
+                    raise UserError(
+                        f"{folder} contains only features of captions: run `neuclip-ds embed` with a model that "
+                        "encodes images."
+                    )
             if table.num_rows:
                 yield table, part.image[:, 0]
 
@@ -108,8 +117,8 @@ def _nearest_kept(features: Tensor, threshold: float, chunk: int) -> tuple[NDArr
     """Find the rows of (n, d) L2-normalized features to drop, which are near a feature that was kept before them.
 
     Returns:
-        For each row, the nearest kept row before it, (n,), and their cosine similarity, (n,); -1 and 0 for a row that
-        is kept.
+        For each row, a near row that was kept before it, (n,), as in `drop_near_duplicates`, and their cosine
+        similarity, (n,); -1 and 0 for a row that is kept.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kept = features.new_empty(features.shape, device=device)  # the first `count` rows are in use

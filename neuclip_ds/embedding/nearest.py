@@ -74,7 +74,7 @@ class Features:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CollectionFeatures:
-    """A model's features of the images and captions of a collection; unusable images and captions have none."""
+    """A model's features of the images and captions of a collection, without those that cannot be used."""
 
     images: Features
     captions: Features
@@ -150,7 +150,7 @@ def check_features(model: SearchableModel, collection: Collection, folder: str) 
         raise UserError(
             f"The features in {folder} are not those of {model.name}: the stored and the computed feature of "
             f"image {name} have a cosine similarity of {similarity:.3f}. The model or the data has changed since "
-            "the features were written: embed the data again."
+            "the features were written: run `neuclip-ds embed` again, with another --out."
         )
 
 
@@ -249,7 +249,7 @@ def encode_collection(
             report(min((number + 1) * batch_size, total), total)
     if unusable:
         reasons = "; ".join(f"{count} x {reason}" for reason, count in unusable.most_common(3))
-        log.warning("%d of %d images are omitted: %s", unusable.total(), total, reasons)
+        log.warning("omitted %d of %d images: %s", unusable.total(), total, reasons)
     if not index:
         raise UserError(f"None of the {total} images can be used: {next(iter(unusable), 'the dataset is empty')}.")
     return CollectionFeatures(images=_features(index, images), captions=_features(caption_index, captions))
@@ -276,10 +276,13 @@ def read_features(stored: Stored, model: str, manifest: Manifest) -> CollectionF
     folder = stored["folder"]
     embedding = stored["embedding"]
     of_average = embedding["ema"]
-    if embedding["model"] != model or of_average:
-        average = "the moving average of " if of_average else ""
+    if embedding["model"] == model and of_average:
         raise UserError(
-            f"The features in {folder} are of {average}{embedding['model']}, not of {model}: pass the folders in "
+            f"The features in {folder} are of the moving average of {model}'s weights: embed the data without --ema."
+        )
+    if embedding["model"] != model:
+        raise UserError(
+            f"The features in {folder} are of {embedding['model']}, not of {model}: pass the folders in "
             "--features in the order of the models, or embed the data with this model."
         )
     if embedding["output"] != "joint":

@@ -92,12 +92,16 @@ def select(
     uids = _sorted_distinct(np.concatenate(collected) if collected else np.empty(0, UID))
     if not len(uids) and without_uid:
         raise UserError(
-            f"None of {without_uid} samples has a uid of 32 hex digits: pass the column of uids with --uid-column."
+            f"None of the {counted(without_uid, 'sample')} to keep has a uid of 32 hex digits: pass the column of uids "
+            "with --uid-column."
         )
     if not len(uids):
+        choices = "choose wider bounds (--min, --max, --top) or another --column"
+        if within:
+            choices += ", or check that the files in --within list uids of these samples"
         raise UserError(
-            f"None of {samples} samples is kept ({counted(without_value, 'has', 'have')} no value in the column): "
-            "choose wider bounds (--min, --max, --top) or another --column."
+            f"None of the {counted(samples, 'sample')} is kept ({counted(without_value, 'has', 'have')} no value in "
+            f"the column): {choices}."
         )
     refined_uids = refine(uids)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -119,9 +123,7 @@ def _open(files: Sequence[Path]) -> ds.Dataset:
         return ds.dataset([str(file) for file in files], format="parquet")
     except (OSError, ValueError, pa.ArrowException):
         for file in files:
-            with explained(
-                f"{file} cannot be read as parquet", "write or download it again, or omit it from the files to filter"
-            ):
+            with explained(f"{file} cannot be read as parquet", "write or download the file again, or omit it"):
                 pq.read_schema(file)
         raise
 
@@ -137,9 +139,11 @@ def _sorted_distinct(uids: UidArray) -> UidArray:
 def _rows(data: ds.Dataset, column: str, other_column: str) -> Iterator[tuple[NDArray[np.float64], pa.Array]]:
     """Yield, for each batch of rows, the values of a numeric column (NaN if missing) and those of a second column."""
     columns = [column] if column == other_column else [column, other_column]
-    with explained("A parquet file cannot be read", "write or download it again"):
+    files = data.files
+    name = files[0] if len(files) == 1 else f"One of the {len(files)} parquet files"
+    with explained(f"{name} cannot be read", "write or download the file again"):
         for batch in data.to_batches(columns=columns, batch_size=_BATCH_ROWS):
-            with explained(f"Column {column} is not numeric", "choose another --column"):
+            with explained(f"The column {column} is not numeric", "choose another --column"):
                 values = pc.cast(batch.column(column), pa.float64())
             values_or_nan = pc.fill_null(values, math.nan).to_numpy(zero_copy_only=False)
             yield values_or_nan, batch.column(other_column)
@@ -164,7 +168,10 @@ def feature_tables(folder: Path) -> list[Path]:
 
 def _files(source: Path) -> list[Path]:
     if (source / EMBEDDING).is_file():
-        return feature_tables(source)
+        tables = feature_tables(source)
+        if not tables:
+            raise UserError(f"{source} contains no complete part yet: let neuclip-ds embed finish first.")
+        return tables
     files = []
     if source.is_dir():
         with explained(f"{source} cannot be listed", "check the folders and their permissions"):

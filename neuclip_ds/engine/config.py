@@ -73,14 +73,15 @@ def load_engine_config(config: Config, world_size: int) -> dict[str, Any]:
         if engine.get(key, "auto") not in ("auto", value):
             raise UserError(
                 f"{path} sets {key}={engine[key]!r:.80}, but the recipe, which determines batch sizes and clipping, "
-                f"sets {value}: remove the key from the JSON or set it to auto."
+                f'sets {value}: remove the key from the JSON, or set it to "auto".'
             )
     _refuse_unsupported(path, engine)
     micro_batches = config.rank_batch(world_size) // config.micro_batch(world_size)
     if micro_batches > _MAX_SUMMED_IN_BF16 and not accumulates_in_float32(engine):
         raise UserError(
             f"{path} adds the gradients of {micro_batches} micro-batches in {precision(engine)}, which loses small "
-            "ones: use deepspeed=zero1_bf16, whose data_types.grad_accum_dtype is fp32, or a larger data.micro_batch."
+            "gradients: use deepspeed=zero1_bf16, which sums in float32 (data_types.grad_accum_dtype), or a larger "
+            "data.micro_batch."
         )
     if zero_stage(engine) == 3 and config.model.compile in ("blocks", "towers"):
         raise UserError(
@@ -118,7 +119,7 @@ def _require_lean_zero1(path: Path, engine: dict[str, Any]) -> None:
 
 
 def offloads_optimizer(engine: dict[str, Any]) -> bool:
-    """Return whether the optimizer's state is in host memory."""
+    """Return whether the optimizer's state is offloaded from the GPU."""
     offload = engine.get("zero_optimization", {}).get("offload_optimizer") or {}
     return bool(offload.get("device", "none") != "none")
 
@@ -160,7 +161,9 @@ def _refuse_unsupported(path: Path, engine: dict[str, Any]) -> None:
                 f"contains the section {section}, but the recipe sets these options: remove the section from the JSON"
             )
     if options.fp16.enabled:
-        problems.append("enables fp16, which is not supported: use zero1_bf16, or zero1_fp32 on a GPU without bf16")
+        problems.append(
+            "enables fp16, which is not supported: use deepspeed=zero1_bf16, or zero1_fp32 on a GPU without bf16"
+        )
     if not options.bf16.check_grad_overflow:
         problems.append(
             "turns off bf16.check_grad_overflow, without which nonfinite gradients are not detected: remove this "
@@ -192,12 +195,15 @@ def zero_stage(engine: dict[str, Any]) -> int:
 
 
 def read_engine_file(name: str) -> tuple[Path, dict[str, Any]]:
-    """Return the path and the raw content of a DeepSpeed JSON file, given by name or path."""
+    """Return the path and the raw content of a DeepSpeed JSON file, given by name or path.
+
+    Raises `UserError` if the file does not exist or is not a JSON object.
+    """
     candidates = [Path(name), FOLDER / f"{name}.json", Path("ds_configs") / f"{name}.json"]
     path = next((path for path in candidates if path.is_file()), None)
     if path is None:
         known = ", ".join(sorted(path.stem for path in FOLDER.glob("*.json")))
-        raise UserError(f"deepspeed={name} is neither a file nor a name in ds_configs/ ({known}).")
+        raise UserError(f"deepspeed={name} is neither a file nor one of the names in ds_configs/: {known}.")
     engine = read_options(path)
     if not isinstance(engine, dict):
         raise UserError(f"{path} must contain a JSON object, as DeepSpeed's documentation describes.")

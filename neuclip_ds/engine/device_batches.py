@@ -20,7 +20,7 @@ from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.models.packing import Pack, PackedCaptions
 
 MicroBatch = tuple[Tensor, Tensor | PackedCaptions]
-"""Pixels (m, 3, H, W) and captions (tokens (m, T), or packed), or in place of either, stored outputs (m, width)."""
+"""Pixels (m, 3, H, W) and captions (tokens (m, T), or packed); stored outputs (m, width) may replace either of them."""
 
 
 class DeviceBatches(Iterator["DeviceBatch"]):
@@ -74,7 +74,7 @@ class DeviceBatches(Iterator["DeviceBatch"]):
         fetched.record()
 
     def begin_copy(self, pieces: Sequence[tuple[Tensor, Tensor]]) -> DeviceCopy:
-        """Copy a micro-batch that is given as chunks of rows: one pair of pixels and tokens per chunk."""
+        """Start to copy a micro-batch that is given as chunks of rows: one pair of pixels and tokens per chunk."""
         images = [image for image, _ in pieces]
         tokens = [tokens for _, tokens in pieces]
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
@@ -132,7 +132,7 @@ class DeviceBatch:
         host: the batch on the host.
         rows: the slice of rows of each micro-batch.
         host_seconds: seconds that the host waited for the batch.
-        device_wait: events around the wait for a prefetched batch.
+        device_wait: events around the wait for a prefetched batch; None if the batch was not prefetched.
     """
 
     host_seconds = 0.0

@@ -133,7 +133,7 @@ class Engine:
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"A micro-batch of {size} pairs with captions of {context_length} tokens does not fit in the device's "
-                "memory: lower data.micro_batch, set model.activation_checkpointing, or use a higher ZeRO stage."
+                "memory: lower data.micro_batch, set model.activation_checkpointing=true, or use a higher ZeRO stage."
             ) from error
         assert not update.applied
         self.set_counters(counters)
@@ -269,7 +269,7 @@ class Engine:
             norm = float(self._deepspeed.get_global_grad_norm())
             # docs: end
             return WeightUpdate(gradient_norm=norm, applied=applied)
-        # DeepSpeed would apply any gradient
+        # without a wrapper, DeepSpeed would also apply a gradient that is not finite
         gradients = [weight.grad for weight in self.module.parameters() if weight.grad is not None]
         norm = float(get_total_norm(gradients))
         applied = math.isfinite(norm)

@@ -74,7 +74,7 @@ class Lamb(torch.optim.Optimizer):
         weight_norms = [torch.linalg.vector_norm(update.weight) for update in updates]
         direction_norms = [torch.linalg.vector_norm(update.direction) for update in updates]
         norms = torch.stack([torch.stack(weight_norms), torch.stack(direction_norms)])
-        if self._communicator is not None:  # offloaded shards are on the CPU, but the collective needs the device
+        if self._communicator is not None:  # shards may be offloaded to the CPU, but the collective needs the GPU
             squares = norms.square().to(self._communicator.device)
             norms = self._communicator.all_reduce(squares, "optimizer").to(norms.device).sqrt()
         weight_norm, direction_norm = norms

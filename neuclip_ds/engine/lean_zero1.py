@@ -33,7 +33,7 @@ _CLIP_EPS = 1e-6  # DeepSpeed adds it to the norm before it divides
 class _Reduction:
     """A sum over ranks of a part of a gradient buffer."""
 
-    part: Tensor  # of the buffer: the elements that `owner` stores, or all elements
+    part: Tensor  # elements of the buffer: those that `owner` stores, or all
     owner: int | None  # rank that receives the sum in `part`; None: each rank receives its shard
     shard: Tensor  # this rank's shard of the buffer
 
@@ -77,7 +77,7 @@ class _Bucket:
             offset += parameter.numel()
 
     def add_gradients(self, is_first: bool) -> None:
-        """Add the gradients of a micro-batch and free them; a step's first micro-batch replaces the content."""
+        """Add a micro-batch's gradients to the buffer, or replace its content if `is_first`, and free the gradients."""
         views: list[Tensor] = []
         gradients: list[Tensor] = []
         views_without_gradient: list[Tensor] = []
@@ -108,17 +108,18 @@ class LeanZero1(BF16_Optimizer):
 
         This is not a constructor, because the instance is DeepSpeed's, with its class replaced.
         """
-        # All ranks must start their reductions in the same order, although each backward pass may complete buckets in
-        # another. `_order` is that order, recorded in the first step. `_completed` lists the buckets with all gradients
-        # of this step, and `_started` counts the buckets at the front of `_order` whose reductions have started.
+        # All ranks must start their reductions in the same order, although a backward pass may complete the buckets in
+        # a different order on each rank. `_order` is the common order, recorded in the first step. `_completed` lists
+        # the buckets to which this backward pass has added its gradients, and `_started` counts the buckets at the
+        # front of `_order` whose reductions have started.
         self._communicator = communicator
         self._is_first_micro_batch = True
         self._is_last_micro_batch = True
         self._shards: list[Tensor] = []  # this rank's shard of each gradient buffer
         self._shard_parts: list[Tensor] = []  # the parts of these shards that belong to different parameters
         self._buckets: list[_Bucket] = []
-        self._completed: list[int] = []  # buckets whose gradients the backward pass has added, in this order
-        self._order: list[int] = []  # order of the buckets' reductions; unknown in the first step
+        self._completed: list[int] = []  # in the order of their completion
+        self._order: list[int] = []  # empty in the first step
         self._pending: list[tuple[_Reduction, Pending]] = []
         self._started = 0  # number of buckets whose reductions have started
         groups = zip(self.bf16_groups, self.fp32_groups_gradients_flat, self.fp32_groups_flat_partition, strict=True)
@@ -199,7 +200,7 @@ class LeanZero1(BF16_Optimizer):
     @torch.no_grad()
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
         """Wait until this rank's shards contain the averages over ranks; all ranks call this together."""
-        if not self._order:  # rank 0's order is a good one for all ranks
+        if not self._order:  # all ranks adopt the order in which rank 0 completed its buckets
             completed = self._completed
             self._order = self._communicator.on_rank_zero(lambda: completed)
             self._start_reductions()
@@ -219,7 +220,7 @@ class LeanZero1(BF16_Optimizer):
         reads. The host waits for the device once.
         """
         self._is_first_micro_batch = True
-        # the norm over all ranks: all of them skip if it is not finite; reading it is the only wait for the device
+        # the norm over all ranks, which all skip the step if it is not finite; only reading it waits for the device
         norms = torch._foreach_norm(self._shard_parts or self._shards)  # a rank may store padding alone, which is zero
         square = torch.stack(norms).square().sum()
         norm = self._communicator.all_reduce(square, "norm and overflow").sqrt()

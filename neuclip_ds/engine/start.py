@@ -35,7 +35,9 @@ def check_engine_config(engine_config: dict[str, Any], name: str) -> None:
         DeepSpeedConfig(copy.deepcopy(one_rank))
     except Exception as error:  # DeepSpeed raises errors of many types
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"DeepSpeed refuses deepspeed={name}: {reason}") from error
+        raise UserError(
+            f"DeepSpeed rejects the config deepspeed={name} ({reason}); correct its JSON, or use another config."
+        ) from error
 
 
 def start_engine(
@@ -129,7 +131,7 @@ def parameter_groups(module: nn.Module, config: OptimizerConfig) -> list[dict[st
 
 
 def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return the optimizer that the config names, with `parameter_groups`; the trainer sets the learning rates."""
+    """Return the optimizer that the config names, with `parameter_groups`; `Engine.step` sets the learning rates."""
     groups = parameter_groups(module, config)
     match config.name:
         case "adamw":  # a fused step reads and writes each number once, even for offloaded masters on the CPU

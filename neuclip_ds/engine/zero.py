@@ -1,4 +1,4 @@
-"""Locate the weights in DeepSpeed's optimizer; only this module reads its private fields.
+"""Locate the weights in DeepSpeed's optimizer; only this module and `lean_zero1.py` read its private fields.
 
 The fields are those of the DeepSpeed version that `engine/config.py` requires. In this module, `optimizer` is the
 `optimizer` of DeepSpeed's engine: a wrapper around torch's optimizer or, in float32 without ZeRO, torch's optimizer.

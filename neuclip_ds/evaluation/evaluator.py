@@ -65,7 +65,12 @@ class Evaluator:
         communicator: Communicator,
         folder: Path,
     ) -> None:
-        """Raise `UserError` for unusable sets, or for `run.normalizer_anchors` if the method has no normalizers."""
+        """Open the held-out sets.
+
+        Raises:
+            UserError: a set is unusable, `run.normalizer_anchors` is set for a method without normalizers, or
+                `run.best_metric` is set for a run without anything to evaluate on.
+        """
         anchors = config.run.normalizer_anchors
         method = config.objective.method
         if anchors and not find_method(method).estimates_normalizers:
@@ -91,13 +96,14 @@ class Evaluator:
         self.measures = anchors > 0 or not self._held_out.is_empty()
         if config.run.best_metric and not self.measures:
             raise UserError(
-                f"run.best_metric={config.run.best_metric} needs an evaluation: set data.val or data.zero_shot."
+                f"run.best_metric={config.run.best_metric} needs an evaluation: set data.val, data.zero_shot or "
+                "data.evaluation_sets."
             )
         self._retrieved: list[Retrieved] = []  # examples of the last evaluation
         self._loader = self._start_loader()
 
     def __call__(self, engine: Any, loss: ContrastiveLoss) -> dict[str, float]:
-        """Return the results by name, equal on all ranks, and their chance levels as `chance/NAME`."""
+        """Evaluate the model; return results by name, equal on all ranks, and their chance levels as `chance/NAME`."""
         encode = encoder_of(engine, self._communicator.device)
         encoder = BatchEncoder(
             encode=encode,
@@ -126,9 +132,10 @@ class Evaluator:
         return results
 
     def write_examples(self, folder: Path, step: int) -> None:
-        """Write the images that the last evaluation ranked first for some captions to FOLDER; call on one rank.
+        """Write retrieved.json, the images that the last evaluation ranked first for some captions; call on one rank.
 
-        Writes nothing if there are no held-out pairs. A sample that cannot be read is listed without a picture.
+        The file is in `folder`. Nothing is written if there are no held-out pairs, or before an evaluation. A sample
+        that cannot be read is listed without a picture.
         """
         pairs = self._held_out.pairs
         if pairs is None or not self._retrieved:
@@ -269,8 +276,8 @@ class HeldOut:
 def open_held_out(config: Config, communicator: Communicator, folder: Path, train: Manifest | None) -> HeldOut:
     """Open the held-out sets of a run on all ranks: validation pairs, zero-shot images, and evaluation sets on disk.
 
-    Raises `UserError` if a set does not exist or one of its files is damaged, or if the validation pairs are in shards
-    of the training data.
+    If `train` is None, there are no pairs that are held out of the training data. Raises `UserError` if a set does not
+    exist or one of its files is damaged, or if the validation pairs are in shards of `train`.
     """
     options = config.data
     validation = find_validation(options, train)  # a path or a number of training pairs

@@ -56,6 +56,7 @@ def hit_probability(ahead: Tensor, tied: Tensor, k: int, matches: Tensor | int =
     Args:
         ahead: (n,) counts of negatives with a higher score than the match.
         tied: (n,) counts of negatives with exactly the same score as the match.
+        k: number of first candidates among which a match counts as a hit.
         matches: (n,) counts of matches with this score; one match among the first k suffices.
 
     Returns:

@@ -140,7 +140,7 @@ def _encode_anchors(
         padded_index = torch.where(valid, index, PADDING).to(image.device, non_blocking=True)
         gathered_index.append(communicator.all_gather(padded_index, "evaluation"))
     if not gathered_rows:
-        raise UserError("The training data contains no sample for run.normalizer_anchors; check data.train.")
+        raise UserError("The training data contains no readable sample for run.normalizer_anchors; check data.train.")
 
     all_rows = torch.cat(gathered_rows)
     all_index = torch.cat(gathered_index)

@@ -28,9 +28,10 @@ class Average(NamedTuple):
 
 
 class Results:
-    """The scores of one model, stored in a folder; raises UserError if the folder contains a different model's scores.
+    """The scores of one model, stored in a folder.
 
-    `metrics` maps task keys to the latest metrics; `data` maps them to the identities of the sets, None if unknown.
+    Raises `UserError` if the folder contains a different model's scores, or scores that cannot be read. `metrics` maps
+    task keys to the latest metrics; `data` maps them to the identities of the sets, None if unknown.
     """
 
     def __init__(self, folder: Path, model: Mapping[str, Any]) -> None:
@@ -44,10 +45,13 @@ class Results:
             if self._model_path.is_file():
                 scored_model = json.loads(self._model_path.read_text(encoding="utf-8"))
             if scored_model != json.loads(json.dumps(model)):
+                other = "model.json, which names the model, is missing"
+                if scored_model is not None:
+                    other = ", ".join(f"{name}: {value}" for name, value in scored_model.items())
                 raise UserError(
-                    f"{folder} contains scores of another model or precision ({scored_model}); choose another --out."
+                    f"{folder} contains scores of another model or precision ({other}); choose another --out."
                 )
-            with explained(f"{self._path} cannot be read as scores", "choose a different --out"):
+            with explained(f"{self._path} cannot be read as scores", "choose another --out"):
                 lines = json_lines(self._path)  # a task whose line is truncated is measured again
                 self.metrics = {line["key"]: line["metrics"] for line in lines}
                 self.data = {line["key"]: line.get("data") for line in lines}

@@ -27,6 +27,10 @@ from neuclip_ds.evaluation.sharded_batches import decode, sharded_batches
 from neuclip_ds.losses.options import PREFIX
 from neuclip_ds.reporting.retrieved import RankedImage, Retrieved
 
+_NO_PAIR = (
+    "The validation data contains no readable pair, so recall cannot be measured; check data.val, or --data of "
+    "`neuclip-ds evaluate`."
+)
 _QUERY_CHUNK = 4096  # queries that are compared at once
 _CANDIDATE_CHUNK = 1024  # candidates that are compared at once
 
@@ -64,7 +68,7 @@ def recalls_of_pairs(
     UserError if no rank has a valid pair.
     """
     if not encoded:
-        raise UserError("The validation data contains no pair to measure recall on; check data.val.")
+        raise UserError(_NO_PAIR)
     all_images = torch.cat([batch.image for batch in encoded]).float()
     all_texts = torch.cat([batch.text for batch in encoded]).float()
     all_valid = torch.cat([batch.valid for batch in encoded])
@@ -233,7 +237,7 @@ def read_captions(sample: Sample) -> list[str]:
     """Return a sample's captions, the lines of the .txt member; raise UserError if there are none."""
     captions = [line.strip() for line in sample.text("txt").splitlines() if line.strip()]
     if not captions:
-        raise UserError(f"{sample.name} has no caption; its .txt member must contain one caption per line.")
+        raise UserError(f"{sample.name} has no caption; add one (in a tar: a .txt member with one caption per line).")
     return captions
 
 
@@ -266,7 +270,7 @@ def _recalls(
     totals = communicator.all_reduce(torch.stack(list(counts.values())), "evaluation").tolist()
     first_direction = totals[0]
     if not first_direction[0]:
-        raise UserError("The validation data contains no readable pair to measure recall on; check data.val.")
+        raise UserError(_NO_PAIR)
     recalls = {}
     for name, (queries, *hits_at) in zip(counts, totals, strict=True):
         for k, hits in zip(ks, hits_at, strict=True):
@@ -294,7 +298,7 @@ def _encode_all(encoder: BatchEncoder, folder: EvaluationSet) -> tuple[Tensor, T
         caption_features.append(encoder.encode_texts(captions)[:valid_captions])
         images_before += batch.n_valid
     if not image_features:
-        raise UserError(f"{folder.path} contains no sample; download the set again.")
+        raise UserError(f"{folder.path} contains no samples; correct the set, or download it again.")
     all_images = torch.cat(image_features).float()
     all_captions = torch.cat(caption_features).float()
     return all_images, all_captions, torch.tensor(image_of_caption, dtype=torch.int64).to(all_images.device)

@@ -74,12 +74,15 @@ class Sample:
         for name in names:
             if name in self._members:
                 return self.read(name)
-        raise UserError(f"{self.name} has no image; add one of {', '.join(names)}.")
+        raise UserError(
+            f"{self.name} has no image; add a member with one of the extensions {', '.join(names)}, or download the "
+            "set again."
+        )
 
     def read(self, extension: str) -> bytes:
         """Return the bytes of a member; raise UserError if the member is missing or cannot be read."""
         if extension not in self._members:
-            raise UserError(f"{self.name} has no {extension} member; download the set again.")
+            raise UserError(f"{self.name} has no {extension} member; add it, or download the set again.")
         member = self._members[extension]
         with explained(f"{self.name} cannot be read", "check the storage"):
             return member if isinstance(member, bytes) else member()
@@ -164,14 +167,20 @@ def open_labeled(path: Path) -> EvaluationSet:
     """Open a zero-shot set with its prompts; raise UserError if a file is missing or the set is of a different kind."""
     labeled_set = open_set(path)
     if labeled_set.kind != "classification":
-        raise UserError(f"{path} is a {labeled_set.kind} set; pass a zero-shot set.")
+        raise UserError(
+            f"{path} is a {labeled_set.kind} set, not a zero-shot set; pass another set, or if its samples have "
+            "labels, remove its dataset_type.txt."
+        )
     if not labeled_set.class_names:
         class_names = _read_lines(path / _CLASS_NAMES)
         templates = _read_lines(path / _TEMPLATES)
         labeled_set = replace(labeled_set, class_names=class_names, templates=templates)
     for template in labeled_set.templates:
         if PLACEHOLDER not in template:
-            raise UserError(f"{path / _TEMPLATES}: the template '{template}' lacks {PLACEHOLDER} for the class name.")
+            raise UserError(
+                f"{path / _TEMPLATES}: the template '{template}' lacks {PLACEHOLDER}, the place of the class name; "
+                "add it."
+            )
     # ranks with different numbers of prompts would wait for each other forever
     prompts = "\0".join([*labeled_set.class_names, *labeled_set.templates])
     contents = (labeled_set.contents, len(labeled_set.class_names), zlib.crc32(prompts.encode("utf-8", "replace")))
@@ -183,7 +192,7 @@ def open_shards(path: Path) -> EvaluationSet:
     shards_file = path / _SHARD_COUNT
     shard_count = _read_lines(shards_file)[0]
     if not shard_count.isdecimal() or int(shard_count) == 0:
-        raise UserError(f"{shards_file} holds '{shard_count}'; write the number of tar files there.")
+        raise UserError(f"{shards_file} contains '{shard_count}'; write the number of tar files there.")
     shards = [path / "test" / f"{number}.tar" for number in range(int(shard_count))]
     for shard in shards:
         if not shard.is_file():
@@ -213,7 +222,7 @@ def _samples_of_shard(shard: Path) -> Iterator[Sample]:
     if index.gaps and all(are_blank):
         raise UserError(
             f"{shard} has zeros between its members at byte {index.gaps[0].offset}: several tars may have been joined. "
-            "Write their files to one tar, or download it again."
+            "Write their files to one tar, or download the set again."
         )
     if index.gaps:
         raise UserError(f"{shard} is damaged at byte {index.gaps[0].offset}; download it again.")
@@ -246,7 +255,7 @@ def _open_images(path: Path) -> EvaluationSet:
         without_images = [folder.name for folder in folders if not images_of_folder[folder]]
         folders = [folder for folder in folders if images_of_folder[folder]]
         if without_images:
-            log.warning("%s: folders without images are not classes: %s", path, ", ".join(without_images))
+            log.warning("%s: folders without images are not used as classes: %s", path, ", ".join(without_images))
     templates: tuple[str, ...] = (f"a photo of a {PLACEHOLDER}.",)
     if class_names is None and all(_WORDNET_ID.fullmatch(folder.name) for folder in folders):
         class_names, templates = _imagenet_prompts(path, [folder.name for folder in folders])
@@ -255,7 +264,7 @@ def _open_images(path: Path) -> EvaluationSet:
     elif len(class_names) != len(folders):
         raise UserError(
             f"{class_names_file} contains {counted(len(class_names), 'name')} for {counted(len(folders), 'folder')} of "
-            "images; write one name for each folder, in order."
+            "images; write one name for each folder, in the order of the folders."
         )
     else:
         _warn_of_numbers(path, folders, class_names)
@@ -295,13 +304,13 @@ def _imagenet_prompts(path: Path, wordnet_ids: Sequence[str]) -> tuple[tuple[str
 
     Raises UserError if open_clip is not installed, or a class is not one of ImageNet-1k's.
     """
-    fix = f"write the names to {path / _CLASS_NAMES}, one for each folder in order"
+    fix = f"write the class names to {path / _CLASS_NAMES}, one for each folder in order"
     try:
         from open_clip.zero_shot_metadata import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
     except ImportError as error:
         raise UserError(
-            f"The folders in {path} are WordNet ids, such as {wordnet_ids[0]}, and only open_clip lists "
-            f"their class names: pip install open_clip_torch, or {fix}."
+            f"The folders in {path} are named by WordNet ids, such as {wordnet_ids[0]}, whose class names are read "
+            f"from open_clip, which is not installed: run pip install open_clip_torch, or {fix}."
         ) from error
     from timm.data import ImageNetInfo
 
@@ -326,7 +335,8 @@ def _warn_of_numbers(path: Path, folders: Sequence[Path], class_names: Sequence[
     for folder, other, name in zip(folders, sorted(folders, key=by_number), class_names, strict=True):
         if folder != other:
             log.warning(
-                "%s: folders are sorted as text, so the class of %s is '%s'; if that is wrong, pad the numbers",
+                "%s: folders are sorted as text, so the class of %s is '%s'; if that is wrong, pad the numbers in the "
+                "folders' names with zeros",
                 path,
                 folder.name,
                 name,
@@ -387,12 +397,12 @@ def _read_lines(path: Path) -> tuple[str, ...]:
         raise UserError(f"{path} is missing; {LAYOUT}.")
     text = read_text(path).rstrip()
     if not text:
-        raise UserError(f"{path} is empty; write an entry on each line.")
+        raise UserError(f"{path} is empty; write its entries, one per line.")
     return tuple(line.strip() for line in text.split("\n"))
 
 
 def _is_image_folder(path: Path) -> bool:
-    """Return whether at least half of a folder's subfolders, and at least two, contain images."""
+    """Return whether at least half of a folder's subfolders, and at least two, contain images themselves."""
     folders = _class_folders(path)
     with_images = [folder for folder in folders if any(map(_is_image, folder.iterdir()))]
     return len(with_images) > max(1, (len(folders) - 1) // 2)

@@ -61,7 +61,7 @@ class Task(BaseModel):
         return cls(key=f"{_USER_SET_PREFIX}{name}", name=name, folder=name, kind=kind, metric=metric)
 
     def find(self, paths: Sequence[Path]) -> Path | None:
-        """Return the first folder in `paths` that is named after the task's set, or None."""
+        """Return the first folder in `paths` with the name of the task's set, or this name without _test; or None."""
         for name in (self.folder, self.folder.removesuffix("_test")):
             for path in paths:
                 if path.name == name and path.is_dir():
@@ -140,7 +140,9 @@ class TaskList(BaseModel):
         if user_tasks:
             name, count = name_counts.most_common(1)[0]
             if count > 1:
-                raise UserError(f"{count} evaluation sets are called {name}; pass them as NAME=PATH, or rename them.")
+                raise UserError(
+                    f"{count} evaluation sets are called {name}; pass them as NAME=PATH (in --data), or rename them."
+                )
         for task, path in zip(user_tasks, user_paths, strict=True):
             path_of_task[task.key] = path
 
@@ -156,8 +158,11 @@ class TaskList(BaseModel):
         searched = ", ".join(map(str, paths))
         if not chosen_on_disk or (names and missing):
             listed = ", ".join(f"{task.name} ({task.folder})" for task in missing)
+            problem = f"These evaluation sets were not found in {searched}: {listed}"
+            if not names:
+                problem = f"No evaluation set was found in {searched}"
             raise UserError(
-                f"Not found below {searched}: {listed}; docs/how-to/evaluate.md lists sources. Forms of sets: {FORMS}."
+                f"{problem}; docs/how-to/evaluate.md explains where to get DataComp's sets. Forms of sets: {FORMS}."
             )
         for path, below in candidates_of_path.items():
             has_known_set = any(task.find(below) is not None for task in self.tasks)
@@ -168,7 +173,7 @@ class TaskList(BaseModel):
                 )
         if missing and known_paths:
             names_of_missing = ", ".join(task.name for task in missing)
-            log.warning("not found below %s, and skipped: %s", searched, names_of_missing)
+            log.warning("evaluation sets that were not found in %s and are skipped: %s", searched, names_of_missing)
         return chosen_on_disk
 
     def on_disk_of_all(
@@ -197,7 +202,7 @@ def _sets_in(path: Path) -> list[Path]:
     if is_set(path):
         return [path.absolute()]
     if not path.is_dir():
-        raise UserError(f"{path} is not a folder; pass the one that contains the evaluation sets, or a set.")
+        raise UserError(f"{path} is neither a folder nor an evaluation set; pass a set, or a folder of sets.")
     entries = [entry for entry in path.iterdir() if is_visible(entry.name)]
     return sorted(entry for entry in entries if entry.is_dir() or is_set(entry))
 
@@ -206,7 +211,9 @@ def _user_task(path: Path, name: str | None = None) -> Task:
     """Return the task of a user's set, by default with the name of its folder or file."""
     kind: Any = open_set(path).kind
     if kind not in ("classification", "retrieval"):
-        raise UserError(f"{path} is a {kind} set, which neuclip_ds cannot score; move it out of the folder of sets.")
+        raise UserError(
+            f"{path} is a {kind} set, which neuclip_ds cannot score; omit it, or move it out of the folder."
+        )
     return Task.own(name or (path.stem if path.is_file() else path.name), kind)
 
 

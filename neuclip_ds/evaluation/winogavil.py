@@ -78,7 +78,7 @@ def winogavil(encoder: BatchEncoder, folder: EvaluationSet) -> dict[str, float |
     scores.all_reduce(communicator)
     chance_scores.all_reduce(communicator)
     if not scores.counts.sum():
-        raise UserError(f"{folder.path} contains no instance; convert the set again.")
+        raise UserError(f"{folder.path} contains no instances; convert the set again.")
     smallest, largest = _SIZE_RANGES["10-12"]
     metrics = {
         "avg_jaccard_score": _mean(scores, 0, _MAX_IMAGES),

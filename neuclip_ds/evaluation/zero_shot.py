@@ -51,7 +51,7 @@ def classify(
     for group_counts in counts_by_group:
         group_counts.all_reduce(encoder.communicator)
     if not counts.support.sum():
-        raise UserError(f"The zero-shot set {image_set.path} contains no image; {LAYOUT}.")
+        raise UserError(f"The zero-shot set {image_set.path} contains no images; {LAYOUT}.")
     return counts, counts_by_group
 
 

@@ -22,12 +22,15 @@ if TYPE_CHECKING:
 
 _SAME = 0.05  # largest accepted distance between a row's features in the two passes, which differ only by rounding
 _ONCE_EACH = (
-    "run features() with one add() for each micro-batch, loss() once, then gradients() with one backward() for each"
+    "run features() with one add() for each micro-batch, then loss() once, and then gradients() with one backward() "
+    "for each micro-batch"
 )
 
 
 def with_gradients(loss: Tensor, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
     """Return a copy of `loss` whose backward pass propagates `gradients` to `inputs`.
+
+    The backward pass raises `RuntimeError` with `create_graph=True`, because the gradients have no derivative.
 
     Args:
         loss: 0-dim loss.
@@ -79,7 +82,7 @@ class MicroBatches:
 
     @contextmanager
     def features(self) -> Iterator[None]:
-        """Context in which to run each micro-batch of the first pass; pass the features to `add`."""
+        """Run each micro-batch of the first pass in this context, and pass its features to `add`."""
         gpu_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
         self._random_states.append((torch.get_rng_state(), gpu_state))
         with torch.no_grad(), kept_statistics(self._layers):
@@ -99,12 +102,12 @@ class MicroBatches:
         return torch.cat(images), torch.cat(texts)
 
     def set_feature_gradients(self, image: Tensor, text: Tensor) -> None:
-        """Before the second pass, set the (b, d) gradients of the whole batch's loss with respect to the features."""
+        """Set the (b, d) gradients of the whole batch's loss with respect to the features, for the second pass."""
         self._feature_gradients = image, text
 
     @contextmanager
     def gradients(self) -> Iterator[None]:
-        """Context in which to run each micro-batch of the second pass, in the order of the first pass."""
+        """Run each micro-batch of the second pass in this context, in the order of the first pass."""
         with _restored(self._random_states[self._micro_batch]):
             yield
         self._micro_batch += 1
@@ -119,7 +122,8 @@ class MicroBatches:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return the micro-batch's features that have a graph, and the matching rows of the gradients.
 
-        A frozen tower's features have no graph and may be None if the tower was not run again.
+        Each call takes the rows after those of the previous call. A frozen tower's features have no graph, and may be
+        None if the tower was not run again. Raises `RuntimeError` if `set_feature_gradients` has not been called.
         """
         if self._feature_gradients is None:
             raise RuntimeError("Compute the loss of the whole batch before the second pass.")
@@ -165,7 +169,11 @@ class TwoPass(MicroBatches):
         reference: StoredRows | None = None,
         teacher: Teachers | None = None,
     ) -> None:
-        """Store the features of a micro-batch; takes the same arguments as the loss."""
+        """Store the (m, d) features of a micro-batch of m rows; the other arguments are as in the call of the loss.
+
+        Pass `index`, `reference` and `teacher` with every micro-batch, or with none; otherwise, `loss` raises
+        `RuntimeError`.
+        """
         super().add(image_features, text_features)
         self._indices.append(index)
         if valid is None:
@@ -176,7 +184,7 @@ class TwoPass(MicroBatches):
         self._require(len(self._random_states) == len(self._ends) and self._first_pass is None)
 
     def loss(self) -> Tensor:
-        """Compute the gradients of the whole batch's loss, and return the detached loss."""
+        """Return the whole batch's 0-dim loss, detached, and compute its gradients with respect to the features."""
         self._require(self._first_pass is None and 0 < len(self._ends) == len(self._random_states))
         indices = [index for index in self._indices if index is not None]
         if indices and len(indices) < len(self._indices):
@@ -216,7 +224,10 @@ class TwoPass(MicroBatches):
             self._require(self._row == self._ends[self._micro_batch])
 
     def backward(self, image_features: Tensor, text_features: Tensor) -> None:
-        """Backpropagate this micro-batch's rows of the gradient; a frozen tower's features may have no graph."""
+        """Backpropagate this micro-batch's rows of the gradient; a frozen tower's features may have no graph.
+
+        With `validate=True`, the loss raises `RuntimeError` if the features differ from those of the first pass.
+        """
         start = self._row
         outputs, gradients = self.trainable_outputs_and_gradients(image_features, text_features)
         expected_start = 0 if self._micro_batch == 0 else self._ends[self._micro_batch - 1]

@@ -90,7 +90,8 @@ def fit_gradient(
     """Return the derivative of the amortization loss (AmorLIP eq. 8-10) with respect to log lambda, in both directions.
 
     Args:
-        log_lambda, log_target, log_total: (2, rows) logarithms of lambda, Z and C; `rows` may be 0.
+        log_lambda, log_target, log_total: (2, rows) logarithms of lambda, Z and C, or of C's sum over negatives if the
+            nets amortize only that sum; `rows` may be 0.
         size: number of rows in the global batch, B.
         loss: value of `objective.amortized.loss`.
         is_released: whether to scale the losses as in the released code, which divides divergences by B^2 instead of B
@@ -184,7 +185,10 @@ class AmortizedEstimator(NormalizerEstimator):
     def __call__(
         self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, position: Position, training: bool
     ) -> NormalizerOutput:
-        """Fit the nets in training steps, and compute w_i; before the first fit, Z replaces the net's lambda."""
+        """Fit the nets in training steps, and compute w_i.
+
+        Z replaces the net's lambda before the first fit and with `encoder_normalizer=combined`.
+        """
         features = batch.anchors()
         logs = self._logarithms(batch, log_g, tau)
         if training:

@@ -27,7 +27,7 @@ class AmortizedConfig(Section):
     max_grad_norm: float = Field(1.0, ge=0)
     """Maximum gradient norm of the MLPs; 0 disables clipping."""
     inner_steps: int = Field(3, ge=0)
-    """Adam steps T_lambda per batch."""
+    """Adam steps T_lambda per fit of the nets."""
     online_every: int = Field(1, ge=1)
     """Steps T_online between fits of the online nets."""
     target_every: int = Field(2, ge=1)

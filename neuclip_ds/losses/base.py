@@ -24,6 +24,7 @@ class Position:
     step: int
     """Number of the training step, from 0."""
     epoch: int = 0
+    """Number of the epoch, from 0."""
     progress: float = 0.0
     """Completed fraction of the run, in [0, 1)."""
     lr: float
@@ -65,6 +66,7 @@ class LossContext:
     samples: int
     """Size n of the dataset; 0 if unknown."""
     communicator: Communicator
+    """Communicator between the ranks of the global batch."""
     dtype: torch.dtype = torch.float32
     """Dtype of similarities, losses and state."""
     temperature: float | None = 0.07

@@ -15,7 +15,11 @@ def batch_norms(module: nn.Module) -> list[BatchNorm]:
 
 @contextmanager
 def kept_statistics(layers: Sequence[BatchNorm]) -> Iterator[None]:
-    """In the enclosed code, freeze batch-norm layers' running statistics; the layers still use batch statistics."""
+    """Keep the running means and variances of batch-norm layers unchanged in the enclosed code.
+
+    Layers in training mode still normalize with batch statistics, and their `num_batches_tracked` still counts the
+    passes.
+    """
     momenta = [layer.momentum for layer in layers]
     for layer in layers:
         layer.momentum = 0.0

@@ -71,8 +71,8 @@ def problem_with_rows(index: Any, valid: Any, rows: int, samples: int) -> str | 
         return None
     for extreme in (int(used.min()), int(used.max())):
         if not 0 <= extreme < samples:
-            where = "the positions in a training set of `samples` samples."
-            return f"index {extreme} is outside [0, {samples}), {where}"
+            fix = f"pass positions in the training set, whose size is samples={samples}."
+            return f"index {extreme} is outside [0, {samples}): {fix}"
     return None
 
 
@@ -148,7 +148,7 @@ def _disagreement(calls: Tensor) -> str | None:
     dtypes = calls[:, 3].tolist()
     stored = calls[:, 4].tolist()
     if any(failed):
-        return f"rank {failed.index(1)} was given arguments that cannot be used; see its error."
+        return f"rank {failed.index(1)} was given arguments that cannot be used; see the error of that rank."
     if len(set(training)) > 1:
         return (
             f"rank {training.index(1)} trains while rank {training.index(0)} evaluates: use the same train(), eval() "

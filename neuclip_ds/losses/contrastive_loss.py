@@ -120,22 +120,25 @@ class ContrastiveLoss(nn.Module):
             samples: size n of the training set, required by methods that keep statistics per sample and by
                 `temperature={"rule": "learned"}`.
             epochs: length of the run in epochs, for schedules.
-            steps_per_epoch: training calls per epoch, for schedules.
+            steps_per_epoch: training calls per epoch, required by methods whose schedules depend on the epoch or on the
+                progress of the run.
             lr: peak learning rate of the encoders.
-            betas: Adam betas for the temperature.
-            adam_eps: Adam epsilon for the temperature.
+            betas: Adam betas for the temperature and, with `npn.order=joint`, for the prototypes.
+            adam_eps: Adam epsilon for the same parameters.
             reduction: `ddp_mean` if the encoders' gradients are averaged over ranks (DDP, FSDP, DeepSpeed): the loss
                 then multiplies the feature gradients by the world size to compensate. `sum` if they are summed.
             group: process group of the global batch; by default all ranks, or this process if it runs alone.
             communicator: `Communicator` between the global batch's ranks, for a caller that counts its traffic; it
                 replaces `group` and `device`.
             scaler: see the `scaler` attribute.
-            undo: whether `undo()` can revert the last training call, which costs a copy of the replicated state.
+            undo: whether `undo()` can revert the last training call, which costs a copy of the replicated state; it
+                always can with a `scaler`.
             validate: whether to check the arguments of each call on all ranks, except for calls with `pending`. This
                 costs one small collective and, on a GPU, one host synchronization. Without validation, all ranks must
                 pass the same number of rows.
             device: device of the state until the first call moves the state to the features' device.
-            dtype: dtype of similarities, losses and state until features in float64 arrive.
+            dtype: dtype of similarities, losses and state, until a call without `pending` changes it: to float64 for
+                features in float64, and to float32 for other features.
             spare_row: whether each table of statistics has an extra row, which calls without `index` use.
             encoder_temperature: tau at step 0 if the options do not set it. For encoders from a pretrained checkpoint,
                 pass the checkpoint's temperature.
@@ -178,7 +181,7 @@ class ContrastiveLoss(nn.Module):
                 self._require_usable(stored_name)
         if self.function.needs_index and not samples:
             name = self._config.method
-            raise UserError(f"{name} keeps state of each sample: pass the size of the training set, samples=...")
+            raise UserError(f"{name} keeps state of each sample: pass the size of the training set as samples=...")
 
     @property
     def config(self) -> ObjectiveConfig:
@@ -204,7 +207,8 @@ class ContrastiveLoss(nn.Module):
 
         The stored features of a reference model and of teachers are sent as well.
 
-        Ranks communicate only in this method, in the methods of the batch that it returns, and in the call of the loss.
+        In a step, ranks communicate only in this method, in the methods of the batch that it returns, and in the call
+        of the loss.
 
         Args:
             index: (b,) positions of the samples in the training set, in [0, samples), in host memory; b must be equal
@@ -216,9 +220,10 @@ class ContrastiveLoss(nn.Module):
 
         Raises:
             RuntimeError: the batch of the last `begin` has not been passed to the loss; see `abandon`.
-            ValueError: an argument is invalid. Only the rank that passes this argument raises the error.
-            UserError: the method cannot use a reference model or a teacher, or the options require their features and
-                the call lacks them.
+            ValueError: with `validate=True`, an argument is invalid. Only the rank that passes this argument raises the
+                error.
+            UserError: the method cannot use a reference model or a teacher, or the options require one of them and the
+                call lacks its features.
 
         Example:
             import torch
@@ -288,7 +293,7 @@ class ContrastiveLoss(nn.Module):
             index: (b,) positions of the samples in the training set, in [0, samples), needed by methods that keep
                 statistics per sample. If an index is repeated, the statistics of its last row are stored. Keep `index`
                 in host memory; otherwise, the host has to wait for a copy from the GPU.
-            valid: (b,) bool in host memory, False for rows to ignore.
+            valid: (b,) bool in host memory, False for rows to ignore; None if all rows are valid.
             pending: the batch that `begin` returned, after its features have been added; replaces `index` and `valid`.
             position: position in the training run; by default, the loss counts its own training calls.
             reference: image and text features of the samples from a reference model, two normalized (b, D) tensors on
@@ -299,11 +304,14 @@ class ContrastiveLoss(nn.Module):
                 `objective.distill`. Stored features receive no gradient.
 
         Raises:
-            ValueError: on all ranks, if any rank's arguments are invalid or ranks differ in training mode or dtype.
+            ValueError: with `validate=True`, on all ranks, if any rank's arguments are invalid, or ranks differ in
+                training mode, in the dtype of the features or in the stored features' number or width.
             UserError: fewer than two rows of the global batch are valid, the method cannot use a reference model or a
-                teacher, or the options require their features and the call lacks them.
-            RuntimeError: activation checkpointing repeats the call, which would update the loss's state twice, or
-                `pending` is not the batch of the last `begin`, or its features are incomplete.
+                teacher, or the options require one of them and the call lacks its features.
+            RuntimeError: activation checkpointing repeats the call, which would update the loss's state twice;
+                `pending` is not the batch of the last `begin`, or its features are incomplete; or `begin` was called in
+                a different mode, for a different number of rows, in float32 for features in float64, or without an
+                argument that this call passes in addition to `pending`.
         """
         if pending is not self._pending:
             raise RuntimeError(
@@ -329,7 +337,10 @@ class ContrastiveLoss(nn.Module):
                     "torch.no_grad() for both."
                 )
             elif image_features.dtype == torch.float64 and self._dtype != torch.float64:
-                raise RuntimeError("begin() has started a batch in float32: build the loss with dtype=torch.float64.")
+                raise RuntimeError(
+                    "The features are float64, but begin() has started a batch in float32: build the loss with "
+                    "dtype=torch.float64."
+                )
             elif not len(image_features) == len(text_features) == pending.rows:
                 raise RuntimeError(
                     f"The loss got {len(image_features)} images and {len(text_features)} texts, but begin() was "
@@ -364,7 +375,7 @@ class ContrastiveLoss(nn.Module):
         """Revert the updates that the last training call made to the state, as for a step that the optimizer skipped.
 
         The count of training calls, which determines the position in training, still includes the call. Raises
-        `RuntimeError` if the loss was built without `undo=True`, or if there is no call to revert.
+        `RuntimeError` if the loss was built with neither `undo=True` nor a `scaler`, or if there is no call to revert.
         """
         if self._undo is None:
             raise RuntimeError("undo() needs ContrastiveLoss(..., undo=True), and reverts the last training call once.")
@@ -429,7 +440,7 @@ class ContrastiveLoss(nn.Module):
         """
         function = self.whole_function
         if not isinstance(function, GlobalContrastiveLoss):
-            raise UserError(f"{self._config.method} has no normalizer.")
+            raise UserError(f"{self._config.method} estimates no normalizers: use another method.")
         self._require_announced(REFERENCE, reference is not None)
         self._undo_if_scaler_skipped()
         if valid is None:
@@ -520,10 +531,14 @@ class ContrastiveLoss(nn.Module):
 
         Raises:
             UserError: the folder is incomplete, or was saved with a different `method`, `dim`, `samples` or option.
+                Only `chunk_size`, `comm_dtype`, `npn.replicas`, `reference_model` and the options under `distill` may
+                differ.
         """
         folder = Path(folder)
         if not (folder / INDEX).is_file():
-            raise UserError(f"{folder} does not contain a saved loss: {INDEX} is missing.")
+            raise UserError(
+                f"{folder} does not contain a saved loss: {INDEX} is missing; pass the folder given to save()."
+            )
         files = ShardFiles(folder)
         self._prepare_to_load(files.metadata, str(folder))
         files.fill(self.function.row_tables())
@@ -664,9 +679,7 @@ class ContrastiveLoss(nn.Module):
         if is_given:
             self._require_usable(name)
         elif self._announces(name):
-            raise UserError(
-                f"{_OPTIONS[name]} is set, but a batch lacks its features: pass {name}=(image, text) to the loss."
-            )
+            raise UserError(f"{_OPTIONS[name]} is set, but a batch lacks its features: pass {name}=(image, text).")
 
     def _announces(self, name: str) -> bool:
         """Return whether the options require these stored features in every batch."""
@@ -691,7 +704,7 @@ class ContrastiveLoss(nn.Module):
         if problem is None:
             problem = problem_with_norms(image, text, valid, not_finite=self.scaler is not None)
         if problem is None and index is None and training and self.function.needs_index:
-            problem = f"index is missing: {self._config.method} keeps state of each sample."
+            problem = f"index is missing: {self._config.method} keeps state of each sample, so pass index."
         return problem
 
     def _pending_batch(
@@ -818,7 +831,8 @@ def _validated(options: dict[str, Any], name: str) -> ObjectiveConfig:
         problems: list[str] = []
         for problem in error.errors():
             option = ".".join(str(part) for part in problem["loc"])
-            problems.append(f"{option}: {problem['msg']}")
+            message = problem["msg"].removeprefix("Value error, ")
+            problems.append(f"{option}: {message}" if option else message)
         raise UserError(f"The options of {name} are wrong: {'; '.join(problems)}") from error
 
 

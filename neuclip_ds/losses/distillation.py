@@ -9,7 +9,7 @@ where z^t_ij are the similarities of teacher t, and j = i is included. The loss 
 
     contrastive_weight L + weight D
 
-D is InfoNCE minus a function that is linear in the student's similarities:
+D is InfoNCE plus a function that is linear in the student's similarities:
 
     D = InfoNCE + 1/2 1/B sum_i sum_{1, 2} [ s_ii - sum_j q_ij s_ij ]/tau
 
@@ -121,7 +121,7 @@ def distill(batch: GatheredFeatures, tau: Tensor, config: DistillConfig, columns
 
 
 def combined(config: DistillConfig, contrastive: Tensor, distillation: Tensor) -> Tensor:
-    """Return the weighted sum of the method's loss and the distillation, or of the same derivative of both."""
+    """Return the weighted sum of the method's loss and the distillation, or of their derivatives by one variable."""
     return config.contrastive_weight * contrastive + config.weight * distillation
 
 

@@ -211,12 +211,12 @@ class IndividualTemperature(Temperature):
         super().__init__(config, rho_weight=1.0)
         if self._config.schedule == "third_below_0.03":
             raise UserError(
-                "objective.temperature.schedule=third_below_0.03 is a rule for one global temperature; "
+                "objective.temperature.schedule=third_below_0.03 applies only to a global temperature; "
                 "for individual temperatures, set this option to constant or encoder."
             )
         if self._config.optimizer != "adam":
             raise UserError(
-                f"objective.temperature.optimizer={self._config.optimizer} is for one global temperature; for "
+                f"objective.temperature.optimizer={self._config.optimizer} applies only to a global temperature; for "
                 "individual temperatures, set this option to adam."
             )
         self._is_released = config.reference == "released_code"

@@ -103,8 +103,8 @@ class PendingBatch:
         """
         if image.ndim != 2 or image.shape != text.shape or len(image) != self.rows:
             raise ValueError(
-                f"The {name} contains images {tuple(image.shape)} and texts {tuple(text.shape)}: pass two tensors "
-                f"of the shape ({self.rows}, D)."
+                f"The features of the {name} have shapes {tuple(image.shape)} (images) and {tuple(text.shape)} "
+                f"(texts): pass two tensors of the shape ({self.rows}, D)."
             )
         device = self._communicator.device
         images = self._begin_gather(to_device(image, device), "stored_features")
@@ -310,8 +310,9 @@ class GatheredFeatures:
         """Raise `UserError` if fewer than two rows are valid, because no anchor would have a negative."""
         if self.size < 2:
             raise UserError(
-                f"Step {step}: only {self.size} of the batch's {len(self.padded_index)} samples can be used, but a "
-                "contrastive loss needs two. Read bad_samples.jsonl, which names the causes, and fix the shards."
+                f"Step {step + 1}: only {self.size} of the batch's {len(self.padded_index)} samples can be used, but a "
+                "contrastive loss needs two. In a run, bad_samples.jsonl names the causes: fix the shards. In your own "
+                "training loop, pass batches with at least two valid rows."
             )
 
     def gather(self, values: Tensor, purpose: str) -> Tensor:

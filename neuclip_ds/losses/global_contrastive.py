@@ -95,8 +95,6 @@ class NormalizerOutput:
 class NormalizerEstimator(Stateful):
     """Base class of the estimators of the normalizers."""
 
-    always_gathers = True
-    """Whether every step needs the features of all ranks."""
     allows_reference = False
     """Whether the estimate is correct if a reference model's similarities are subtracted: it must depend on the
     features only through `log_g`. With a reference, the features of a batch include the reference's features
@@ -136,7 +134,7 @@ class GlobalContrastiveLoss(LossFunction):
         config: the options that all methods share.
         context: sizes and settings of the run.
         estimator: estimator of the normalizers.
-        temperature: update rule of the temperature.
+        temperature: the temperature and its update rule.
         scale: leading factor of the loss.
         pair_loss: the pair loss l, by default the identity.
         constant: number to add to the reported loss.

@@ -48,8 +48,8 @@ With `kappa` (ours), the loss uses a mean of the batch's own normalizer and the 
 
 This loss replaces J for the encoders and the temperature; the prototypes are still fitted to J. As in neuclip_queue.py,
 the prototypes, the partner t_i in z_ik and the mean anchor are held constant: a gradient for t_i would attract t_i
-without repelling it, because a prototype is not an anchor, and one for the mean anchor would drive all features away
-from the prototypes. With v_i = kappa exp(alpha_i - alpha'_i)/(1 + kappa),
+without repelling it, because a prototype is not an anchor, and a gradient for the mean anchor would drive all features
+away from the prototypes. With v_i = kappa exp(alpha_i - alpha'_i)/(1 + kappa),
 
     w_i = exp(-alpha'_i)/(1 + kappa),   h_i = v_i/(B tau) sum_k p_ik (W_k/|W_k| - t_i)
     grad_{e_i} += h_i - mean_j h_j                                                               `_pooled_output`
@@ -270,7 +270,7 @@ class NpnEstimator(NetworkEstimator):
         )
 
     def _redraw_if_due(self, position: Position) -> None:
-        """Every T_r steps, or once in Algorithm 3, set W1 to the queue's texts and W2 to the queue's images.
+        """Every T_r steps or samples, or once in Algorithm 3, set W1 to the queue's texts and W2 to the queue's images.
 
         The samples come from this batch if it has at least m pairs (Algorithm 1, line 4). With B = m, each anchor's
         partner is then among the prototypes. If the batch is smaller, the samples are the last m before this batch.

@@ -37,8 +37,8 @@ class NpnConfig(Section):
     """Weight decay of the network: coupled with the gradient in AdaGrad and in the MLP's Adam, decoupled with
     order=joint. NeuCLIP searched values from 0 to 1 and uses 0; optimizer=scaled has no weight decay."""
     alpha_grad: Literal["full", "positive", "stop"] = "full"
-    """Part of alpha's gradient that the encoders and tau receive: all of it (`full`, NeuCLIP eq. 12), only the part
-    along the `positive`, or none (`stop`)."""
+    """Part of the gradient of alpha, the predicted log normalizer, that the encoders and tau receive: all of it
+    (`full`, NeuCLIP eq. 12), only the part along the `positive`, or none (`stop`)."""
     objective: Literal["unified", "separate"] = "unified"
     """Objective of the network: the loss itself, or (alpha - log(eps + g))^2 (ablation)."""
     replicas: int | None = Field(None, ge=1)
@@ -65,7 +65,7 @@ class NpnConfig(Section):
             raise ValueError("kappa needs network=prototypes; omit kappa, or set network=prototypes")
         if self.kappa is not None and self.alpha_grad != "full":
             raise ValueError(
-                f"kappa has its own gradient, so alpha_grad={self.alpha_grad} has no effect; omit one of the two"
+                f"kappa has its own gradient, so alpha_grad={self.alpha_grad} has no effect; omit kappa or alpha_grad"
             )
         return self
 

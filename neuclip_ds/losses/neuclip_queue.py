@@ -16,7 +16,7 @@ and attracted both as an anchor and as a partner. The queue's entries are not an
 attract t_i without repelling it. With q_ik the softmax of z_ik over k,
 
     h_i = v_i (sum_k q_ik W_k - t_i)/tau,   v_i = kappa ghat_i/((1 + kappa) exp(alpha_i))
-    grad_{e_i} += h_i - mean_j h_j          (j: anchors of the same direction in the whole batch)
+    grad_{e_i} += (h_i - mean_j h_j)/(2 B)  (j: anchors of the same direction in the whole batch)
 
 The entries are features of earlier steps. When all features drift in one direction, as in towers at the start of
 training, the entries lie behind them, and the h_i have a large common part that drives the features further away. The
@@ -52,7 +52,7 @@ from neuclip_ds.losses.pairs import IMAGE, TEXT, block_bytes, slices
 
 
 def neuclip_queue(config: ObjectiveConfig, context: LossContext) -> GlobalContrastiveLoss:
-    """Build the loss.
+    """Build the loss of `neuclip_queue`.
 
     1/2n sum_i sum_{1, 2} alpha_i + log(n-1),   eps = 1/(n-1)
 

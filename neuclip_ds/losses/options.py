@@ -41,7 +41,7 @@ class TemperatureConfig(Section):
     """Variable that the optimizer of a global temperature updates: log(1/tau), as in all released code, or tau itself
     (FastCLIP Procedure 5). With individual temperatures it is always tau."""
     lr: float | None = Field(None, ge=0)
-    """Learning rate of `variable`. By default, the encoders' learning rate."""
+    """Peak learning rate of the temperature. By default, the encoders' peak learning rate, `optimizer.lr`."""
     rule: Literal["robust", "learned"] | None = None
     """How neuclip and neuclip_queue learn tau. `robust` uses rho (NeuCLIP eq. 12) and is neuclip's default. `learned`
     works as in OpenCLIP, with eps = 1/(n-1) and without rho, and is neuclip_queue's default."""
@@ -57,7 +57,7 @@ class TemperatureConfig(Section):
         if self.initial is not None and not self.minimum <= self.initial <= self.maximum:
             raise ValueError(
                 f"initial={self.initial} is outside [minimum={self.minimum}, maximum={self.maximum}]; change initial "
-                "or the bound"
+                "or that bound"
             )
         return self
 

@@ -584,7 +584,10 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as error:  # the compiler's exceptions differ between versions
             if current is function:
                 raise
-            log.warning("The objective runs slower, since torch.compile fails: %s", str(error).partition("\n")[0])
+            log.warning(
+                "The loss runs uncompiled, and therefore slower, because torch.compile fails: %s",
+                str(error).partition("\n")[0],
+            )
             current = function
             return call(*arguments)
 

@@ -49,7 +49,10 @@ def register_loss(name: str, builder: LossBuilder, options: type[Section] | None
     if options is not None and not (isinstance(options, type) and issubclass(options, Section)):
         raise UserError(f"register_loss: the options of {name} must be a subclass of neuclip_ds.Section.")
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
-        raise UserError(f"register_loss: {name!r} cannot name a loss; use letters, digits and _.")
+        raise UserError(
+            f"register_loss: {name!r} cannot name a loss; use letters, digits and _, begin with a letter, and "
+            "use no keyword of Python."
+        )
     is_registered = name in METHODS and not isinstance(METHODS[name].builder, str)
     is_attribute = name in ObjectiveConfig.model_fields or hasattr(ObjectiveConfig, name)
     if is_attribute or (name in METHODS and not is_registered):

@@ -52,17 +52,17 @@ def build_function(build: LossBuilder, config: ObjectiveConfig, context: LossCon
 
 
 class PrefixedLoss(LossFunction):
-    """Sum of the loss of the whole features and the weighted losses of their prefixes.
+    """Sum of the loss of the full-length features and the weighted losses of their prefixes.
 
     Args:
-        whole: the loss of the features.
+        whole: the loss of the full-length features.
         prefixes: the loss of each prefix, by its length p.
         weights: the weight of each prefix.
         context: sizes and settings of the run.
 
     Attributes:
-        whole: the loss of the features. Its state, its metrics and its estimates of normalizers have no prefix in their
-            names.
+        whole: the loss of the full-length features. The names of its state, its metrics and its statistics do not begin
+            with `prefixP/`.
     """
 
     def __init__(

@@ -106,8 +106,14 @@ class Temperature(Stateful):
 def initial_temperature(config: TemperatureConfig, context: LossContext, learned: bool = True) -> float:
     """Return tau at step 0: the configured value or, if there is none, the encoders' value.
 
+    Args:
+        config: the options of the temperature.
+        context: sizes and settings of the run, with the encoders' temperature.
+        learned: whether tau is trained, and must therefore be within the configured bounds.
+
     Raises:
-        UserError: neither the config nor the encoders have a temperature, or a learned temperature is out of bounds.
+        UserError: neither the config nor the encoders have a temperature, or a learned temperature is out of bounds by
+            more than 0.1%; one that is closer is moved to the bound.
     """
     tau = context.temperature if config.initial is None else config.initial
     if tau is None:
@@ -146,7 +152,13 @@ class ConstantTemperature(Temperature):
 
 
 class LearnableTemperature(Temperature):
-    """Global temperature that is learned as theta = log(1/tau) or as tau, optionally together with other scalars."""
+    """Global temperature that is learned as theta = log(1/tau) or as tau, optionally together with other scalars.
+
+    Args:
+        config, context: options of the loss, and sizes and settings of the run.
+        rho_weight: as in `Temperature`.
+        other_scalars: initial values of the other scalars, by name.
+    """
 
     def __init__(
         self, config: ObjectiveConfig, context: LossContext, rho_weight: float = 0.0, **other_scalars: float
@@ -252,8 +264,8 @@ class LogTemperature(LearnableTemperature):
 class RobustTemperature(LearnableTemperature):
     """Temperature of RGCL-g, the robust global contrastive loss (FastCLIP eq. 10, NeuCLIP eq. 12).
 
-    The gradient is dL/dtau = tau_term + 2 rho - c mean_logit, where `tau_term` and `mean_logit` are fields
-    of `TemperatureSignal`.
+    The gradient is dL/dtau = tau_term + 2 rho - c mean_logit, where `tau_term` and `mean_logit` are fields of
+    `TemperatureSignal`, and rho includes the factor `rho_weight`.
 
     Args:
         config, context: options of the loss, and sizes and settings of the run.

@@ -13,9 +13,9 @@ from neuclip_ds.losses.pairs import Hinge, PairLoss
 
 
 def gcl(config: ObjectiveConfig, context: LossContext) -> GlobalContrastiveLoss:
-    """Build the loss without the hinge, for supervised captions (Flickr30k in the paper).
+    """Build the loss without the hinge, for captions written by people (Flickr30k in the paper).
 
-    The hinge's margin is for false negatives, which are rare among supervised captions.
+    The hinge's margin is for false negatives, which are rare among such captions.
 
     tau/n sum_i [ log(eps + g1_i) + log(eps + g2_i) ],   g1_i = 1/B sum_{j != i} exp((s_ij - s_ii)/tau)
     """

@@ -26,7 +26,9 @@ def train_bpe(captions: Iterable[str], vocab_size: int, context_length: int) -> 
         UserError: no caption contains text, or `vocab_size` is too small for the 256 bytes, BOS and EOS.
     """
     if vocab_size < _MIN_VOCAB_SIZE:
-        raise UserError(f"A byte-level BPE needs at least {_MIN_VOCAB_SIZE} tokens, but vocab_size={vocab_size}.")
+        raise UserError(
+            f"model.text.vocab_size={vocab_size} is too small for a byte-level BPE: use {_MIN_VOCAB_SIZE} or more."
+        )
     nonempty_captions = (caption for caption in captions if caption.strip())
     first_caption = next(nonempty_captions, None)
     if first_caption is None:

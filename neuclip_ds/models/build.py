@@ -31,7 +31,7 @@ def build_dual_encoder(
 
     Args:
         config: the model config, which describes both towers.
-        tokenizer: the tokenizer of a new text tower.
+        tokenizer: the tokenizer of a new text tower; unused, and may be None, if `text` is given.
         image_weights: initial weights of the image tower; random by default.
         text: the text tower of `model.text.pretrained`; by default, CLIP's text transformer with random weights.
 

@@ -34,7 +34,7 @@ def compute_class_token_only(tower: nn.Module, option: Literal["auto"] | bool) -
 
     Args:
         tower: an image tower from any library.
-        option: `model.vision.class_token_only`: on CPUs (`auto`), on all devices (true), or never.
+        option: `model.vision.class_token_only`: on CPUs (`auto`), on all devices (true), or never (false).
 
     Raises:
         UserError: the option is true, but this module does not cover the tower.

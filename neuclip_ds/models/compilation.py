@@ -81,7 +81,7 @@ class Compiler:
             except Exception as error:  # the compiler's exceptions differ between versions
                 self._has_failed = True
                 reason = " ".join(str(error).strip().splitlines()[:2])  # the first may name only the compiler's backend
-                log.warning("The towers run uncompiled and slower, because torch.compile fails: %s", reason)
+                log.warning("The towers run uncompiled, and therefore slower, because torch.compile fails: %s", reason)
             return function(*args, **kwargs)
 
         return call

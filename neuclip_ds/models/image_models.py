@@ -16,6 +16,9 @@ from neuclip_ds.config import Channels, VisionConfig
 from neuclip_ds.errors import UserError, counted, explained
 from neuclip_ds.models.towers import VisionTower, new_projection
 
+_OPTION_OF_SIZE = "(model.vision.image_size, or --image-size of `neuclip-ds embed`)"
+_FIX_OF_WEIGHTS = "pass weights of this model (in model.vision.pretrained, or in MODEL of `neuclip-ds embed`)"
+
 
 def new_vision_tower(config: VisionConfig, embed_dim: int, weights: Mapping[str, Tensor] | None = None) -> VisionTower:
     """Build an image tower from a timm model, followed by the projection that the config names.
@@ -90,9 +93,8 @@ def _create_with_weights(config: VisionConfig, weights: Mapping[str, Tensor]) ->
             trunk = _create(config, pretrained=True, pretrained_cfg_overlay=overlay)
         except (RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:  # raised by timm's converters
             raise UserError(
-                f"The weights model.vision.pretrained={config.pretrained} do not fit timm's {config.name!r} "
-                f"({str(error).strip().splitlines()[-1].strip()}); set model.vision.pretrained to weights of this "
-                "model."
+                f"The weights {config.pretrained} do not fit timm's {config.name!r} "
+                f"({str(error).strip().splitlines()[-1].strip()}); {_FIX_OF_WEIGHTS}."
             ) from error
     trunk.pretrained_cfg.pop("state_dict", None)  # it would keep a second copy of the weights
     unchanged = []
@@ -103,21 +105,20 @@ def _create_with_weights(config: VisionConfig, weights: Mapping[str, Tensor]) ->
                 unchanged.append(name)
     if unchanged:
         raise UserError(
-            f"The weights model.vision.pretrained={config.pretrained} lack {counted(len(unchanged), 'tensor')} of "
-            f"timm's {config.name!r} (first {unchanged[0]}); "
-            "set model.vision.pretrained to weights of this model."
+            f"The weights {config.pretrained} lack {counted(len(unchanged), 'tensor')} of timm's {config.name!r} "
+            f"(first {unchanged[0]}); {_FIX_OF_WEIGHTS}."
         )
     return trunk
 
 
 def _checked_width(config: VisionConfig) -> int:
-    """Return the width of the pooled feature, found by a trial run on the meta device."""
+    """Return the pooled feature's width, found on the meta device; raise UserError if the model is unusable."""
     _check_names(config)
-    drop = f", patch_drop={config.patch_drop}" if config.patch_drop else ""
+    drop = f" and patch_drop={config.patch_drop}" if config.patch_drop else ""
     size = config.resolved_image_size()
-    attempt = f"{config.name!r} with model.vision.image_size={size}{drop} and options={config.options}"
+    attempt = f"{config.name!r} for images of {size} pixels with options={config.options}{drop}"
     with (
-        explained(f"timm cannot build {attempt}", "correct model.vision.options or the image size"),
+        explained(f"timm cannot build {attempt}", "correct the options or the size of the images"),
         torch.device("meta"),
     ):
         trial = _create(config).eval()
@@ -130,8 +131,8 @@ def _checked_width(config: VisionConfig) -> int:
         )
     if not isinstance(feature, Tensor) or feature.ndim != 2:
         raise UserError(
-            f"{attempt} returns no pooled feature (batch, width); omit the entries of "
-            "model.vision.options that change the pooling or the output."
+            f"{config.name!r} with model.vision.options={config.options} returns no pooled feature (batch, width); "
+            "omit the options that change the pooling or the output."
         )
     return feature.shape[1]
 
@@ -140,13 +141,13 @@ def _check_names(config: VisionConfig) -> None:
     architecture, _, tag = config.name.partition(".")
     if not timm.is_model(architecture):
         nearest = difflib.get_close_matches(architecture, timm.list_models(), n=3, cutoff=0.4)
-        hint = "see timm.list_models()."
+        hint = "timm.list_models() lists all models."
         if nearest:
             hint = f"did you mean {', '.join(nearest)}?"
         raise UserError(f"timm has no model {config.name!r} (model.vision.name); {hint}")
     if tag:
         raise UserError(
-            f"model.vision.name={config.name!r} names pretrained weights ({tag!r}); set "
+            f"model.vision.name={config.name!r} also names pretrained weights ({tag!r}); set "
             f"model.vision.name={architecture} and model.vision.pretrained={tag}."
         )
     reserved = {"img_size", "num_classes", "pretrained", "checkpoint_path"} & set(config.options)
@@ -162,8 +163,8 @@ def _check_size(size: int, model: Any) -> None:
     reduction = model.feature_info[-1]["reduction"] if getattr(model, "feature_info", None) else 1
     if size < reduction:
         raise UserError(
-            f"model.vision.image_size={size} is smaller than the {reduction} pixels that the model reduces to one "
-            f"position; use {reduction} or more."
+            f"An image size of {size} pixels {_OPTION_OF_SIZE} is smaller than the {reduction} pixels that the model "
+            f"reduces to one position; use {reduction} or more."
         )
     if isinstance(getattr(model, "patch_embed", None), PatchEmbed):
         check_patches(size, model.patch_embed.patch_size[0])
@@ -174,7 +175,10 @@ def check_patches(size: int, patch: int) -> None:
     if size % patch:
         next_smaller = size // patch * patch
         sizes = f"{next_smaller} or {next_smaller + patch}" if next_smaller else f"{patch}"
-        raise UserError(f"model.vision.image_size={size} is not divisible into patches of {patch} pixels; use {sizes}.")
+        raise UserError(
+            f"An image size of {size} pixels {_OPTION_OF_SIZE} is not divisible into patches of {patch} pixels; use "
+            f"{sizes}."
+        )
 
 
 def fixed_image_size(name: str) -> int | None:
@@ -214,12 +218,13 @@ class ImageWeights:
     squash: bool = False  # as in `Preprocessing`
 
 
-def locate_image_weights(vision: VisionConfig, option: str = "model.vision.pretrained") -> ImageWeights:
+def locate_image_weights(vision: VisionConfig, setting: str = "", file_setting: str = "") -> ImageWeights:
     """Locate an image tower's pretrained weights, downloading them from the hub if needed; call on one rank only.
 
     Args:
         vision: the tower's options.
-        option: the option that names the weights, for messages.
+        setting: the setting that names the weights, for messages; by default, model.vision.pretrained and its value.
+        file_setting: the same setting for a file of weights, FILE; by default, model.vision.pretrained=FILE.
 
     Raises:
         UserError: no weights have the configured name, or the weights cannot be downloaded.
@@ -227,7 +232,8 @@ def locate_image_weights(vision: VisionConfig, option: str = "model.vision.pretr
     pretrained_cfg = timm.get_pretrained_cfg(_weights_name(vision))
     path = Path(vision.pretrained).expanduser()
     if not path.is_file():
-        path = _download(vision, pretrained_cfg, option)
+        setting = setting or f"model.vision.pretrained={vision.pretrained}"
+        path = _download(vision, pretrained_cfg, setting, file_setting or "model.vision.pretrained=FILE")
     default_mean, default_std = vision.statistics()
     if pretrained_cfg is not None:
         default_mean = tuple(pretrained_cfg.mean)
@@ -240,21 +246,26 @@ def locate_image_weights(vision: VisionConfig, option: str = "model.vision.pretr
     )
 
 
-def _download(vision: VisionConfig, pretrained_cfg: Any, option: str) -> Path:
-    """Download the weights for a timm tag and return the file's path; `pretrained_cfg` is timm's, if any."""
+def _download(vision: VisionConfig, pretrained_cfg: Any, setting: str, file_setting: str) -> Path:
+    """Download the weights for a timm tag and return the file's path; `pretrained_cfg` is timm's, if any.
+
+    The settings are as in `locate_image_weights`.
+    """
     tagged = _weights_name(vision)
     if pretrained_cfg is None or tagged == vision.name:
         tags = ", ".join(name.partition(".")[2] for name in timm.list_pretrained(f"{vision.name}.*"))
-        fix = f"use one of {tags}" if tags else "timm lists no weights of this model"
-        raise UserError(f"{option}={vision.pretrained} is neither a file nor a tag of timm's {vision.name}: {fix}.")
+        fix = f"use one of {tags}"
+        if not tags:
+            fix = f"timm lists no weights for this model, so pass a file of weights as {file_setting}"
+        raise UserError(f"{setting} names neither a file nor a tag of timm's {vision.name}: {fix}.")
     if not pretrained_cfg.hf_hub_id:
         raise UserError(
-            f"timm's {tagged} is not on the hub; download {pretrained_cfg.url} and set {option} to the downloaded file."
+            f"timm's {tagged} is not on the hub: download {pretrained_cfg.url}, and pass the file as {file_setting}."
         )
     file = pretrained_cfg.hf_hub_filename or "model.safetensors"
     with explained(
-        f"{option}={vision.pretrained} is not a local file, and cannot be downloaded from the hub",
-        f"download {file} of {pretrained_cfg.hf_hub_id} on a machine with network access and set {option} to this "
-        "file, or copy the repository into the hub's cache (HF_HOME)",
+        f"{setting} names no local file, and timm's {tagged} cannot be downloaded from the hub",
+        f"download {file} of {pretrained_cfg.hf_hub_id} on a machine with network access, and pass it as "
+        f"{file_setting}, or copy the repository into the hub's cache (HF_HOME)",
     ):
         return Path(snapshot_download(pretrained_cfg.hf_hub_id, allow_patterns=[file])) / file

@@ -67,7 +67,9 @@ class PackedCaptions:
     def require_positions(self, count: int) -> None:
         """Raise ValueError if the captions were padded to more tokens than a tower has positions."""
         if self.context_length > count:
-            raise ValueError(f"captions have {self.context_length} tokens, but the text tower has {count} positions")
+            raise ValueError(
+                f"captions have {self.context_length} tokens, but the text tower has positions for {count}"
+            )
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> "PackedCaptions":
         """Return the captions with `change` applied to all tensors."""

@@ -155,7 +155,7 @@ def locate_model(config: ModelConfig, weights: bool = True) -> ModelRef:
     if config.text.pretrained:
         from neuclip_ds.models.pretrained.text_encoder import locate_text_encoder
 
-        text = str(locate_text_encoder(config.text.pretrained, "model.text.pretrained", weights))
+        text = str(locate_text_encoder(config.text.pretrained, "model.text.pretrained=", weights))
     return TowerRefs(image, text)
 
 
@@ -258,11 +258,13 @@ def open_resized(
 ) -> tuple[ModelSource, LogitParameters]:
     """Open a saved run's model source with the image size and the context length of the config, if they are set.
 
+    Also returns the run's initial logit parameters.
+
     Args:
         config: the model config.
         folder: as in `open_saved`.
-        architecture: model config of the run that wrote the folder, required if that run built its model from this
-            config and `config` belongs to another run.
+        architecture: model config of the run that wrote the folder, required if that run did not start from a
+            checkpoint and `config` belongs to another run.
     """
     start = read_json(folder / START_FILE)
     logits = LogitParameters(**start["logits"])

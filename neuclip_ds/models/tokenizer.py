@@ -138,12 +138,15 @@ class CaptionTokenizer:
 
     @classmethod
     def closed(cls, tokenizer: PreTrainedTokenizerBase, context_length: int) -> CaptionTokenizer:
-        """Make a tokenizer return BOS, the caption, EOS and padding, whichever special tokens it adds by default."""
+        """Make a tokenizer return BOS, the caption, EOS and padding, whichever special tokens it adds by default.
+
+        Raises `UserError` if the tokenizer has neither an EOS nor a SEP token.
+        """
         closed = cls(tokenizer, context_length)
         if closed.eos_id is None:
             raise UserError(
                 f"Tokenizer {tokenizer.name_or_path!r} has neither an EOS nor a SEP token, at which the text tower "
-                "reads its feature; add `eos_token` to its tokenizer_config.json or choose a tokenizer with EOS."
+                "reads its feature; add `eos_token` to its tokenizer_config.json, or choose a tokenizer with EOS."
             )
         start_ids = [] if closed.bos_id is None else [closed.bos_id]
         caption_ids = tokenizer("a", add_special_tokens=False)["input_ids"]
@@ -198,10 +201,10 @@ def load_tokenizer(name_or_folder: Path | str, vocab_size: int | None = None) ->
     folder = Path(name_or_folder)
     name = str(name_or_folder)
     with explained(
-        f"transformers cannot read a tokenizer {name} from a folder or the hub",
+        f"transformers cannot load the tokenizer {name} from a folder or the hub",
         "pass a folder with the model's tokenizer files (tokenizer.json and tokenizer_config.json, or vocab.json and "
-        f"merges.txt, or spiece.model, which needs {install_command('siglip')}), or omit model.text.tokenizer to train "
-        "a BPE on the captions",
+        f"merges.txt, or spiece.model, which needs {install_command('siglip')}); if model.text.tokenizer names the "
+        "tokenizer, you can also omit this option, to train a BPE on the captions",
     ):
         if folder.is_dir() and not any((folder / file).is_file() for file in _FILES):  # else an empty one is created
             raise FileNotFoundError("it has no tokenizer files")

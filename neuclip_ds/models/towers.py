@@ -143,7 +143,7 @@ class TextTower(Encoder):
         """Return whether the tower packs captions on a device."""
         if self.pack is None:
             return False
-        if self.packed == "auto":  # no GPU has measured it
+        if self.packed == "auto":  # packing was not measured on a GPU
             return device.type == "cpu"
         return self.packed
 

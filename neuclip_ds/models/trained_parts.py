@@ -108,12 +108,12 @@ def lock_projection(tower: nn.Module, name: str) -> None:
     """
     projection = tower.get_submodule("projection")
     if not isinstance(projection, nn.Linear) or projection.in_features != projection.out_features:
-        width = " to the tower's width"
+        fix = f"model.{name}.projection=linear and model.embed_dim to the tower's width"
         if isinstance(projection, nn.Linear):
-            width = f"={projection.in_features}"
+            fix = f"model.embed_dim={projection.in_features}"
         raise UserError(
             f"model.{name}.trainable=frozen would freeze the random projection of the {name} tower: set "
-            f"model.{name}.trainable=projection to train it, or model.embed_dim{width}."
+            f"model.{name}.trainable=projection to train it, or {fix}, which makes the projection the identity."
         )
     nn.init.eye_(projection.weight)
 
@@ -208,7 +208,10 @@ def add_adapters(towers: Mapping[str, nn.Module], config: LoraConfig) -> None:
 
     layers_of_towers = {name: list(_frozen_linear_layers(tower)) for name, tower in towers.items()}
     if not any(layers_of_towers.values()):
-        raise UserError("No tower has blocks with frozen linear layers, which adapters need: set model.lora.rank=0.")
+        raise UserError(
+            "No tower has blocks with frozen linear layers, which adapters need: freeze a tower with blocks, or set "
+            "model.lora.rank=0."
+        )
     for name, layers in layers_of_towers.items():
         if not layers:
             continue

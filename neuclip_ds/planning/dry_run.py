@@ -35,7 +35,7 @@ from neuclip_ds.losses.stored_features import stored_folders
 from neuclip_ds.models.recompute import checkpointed_blocks
 from neuclip_ds.models.trained_parts import TOWERS, Parameters
 from neuclip_ds.planning.duration import duration_lines, read_speed
-from neuclip_ds.planning.host_memory import FIX, loader_memory, shortages, stored_bytes
+from neuclip_ds.planning.host_memory import FIX_AT_ANY_STAGE, loader_memory, shortages, stored_bytes
 from neuclip_ds.planning.memory import MemoryQuery, account, count_towers, smallest_that_fits
 from neuclip_ds.training.checks import check_config, check_tables, config_warnings
 from neuclip_ds.training.schedule import run_length
@@ -54,11 +54,11 @@ def print_dry_run(
     """Print the report of a dry run on rank 0.
 
     The report covers the nodes of `hostfile` or, without one, the current ranks. If `gpu_memory` is given, the report
-    states whether each rank fits in so many GB. If `measured`, the folder of a short run of the same model, is given,
-    the report estimates the hours.
+    states whether each rank fits into a GPU with this many GB of memory. If `measured`, the folder of a short run of
+    the same model, is given, the report estimates the hours.
 
     Raises:
-        UserError: the config, DeepSpeed JSON, hostfile or data is invalid, or the measured run cannot be used.
+        UserError: the config, DeepSpeed JSON, hostfile, model or data is invalid, or the measured run is unusable.
     """
     nodes = read_hostfile(hostfile) if hostfile else {}
     world_size = sum(nodes.values()) or environment.world_size
@@ -128,8 +128,10 @@ def print_dry_run(
         lines += ["sources", *data.describe()]
     if environment.rank == 0:
         print("\n".join(lines))
-    if problems:
+    if len(problems) == 1:
         raise problems[0]
+    if problems:
+        raise UserError("\n".join(dict.fromkeys(map(str, problems))))
 
 
 def _model_lines(query: MemoryQuery, engine: dict[str, Any]) -> Iterator[str]:
@@ -143,7 +145,7 @@ def _model_lines(query: MemoryQuery, engine: dict[str, Any]) -> Iterator[str]:
         for name in TOWERS
     ]
     if any(checkpointed):
-        line += f", {checkpointed[0]} + text {checkpointed[1]} blocks checkpointed"
+        line += f", activation checkpointing in {checkpointed[0]} image and {checkpointed[1]} text blocks"
     yield f"model      {line}"
     if image.frozen or text.frozen:
         yield f"trained    {image.trained:,} + text {text.trained:,} = {image.trained + text.trained:,}"
@@ -193,7 +195,8 @@ def _memory_lines(
     towers = count_towers(query)
     estimate = account(query, towers)
     unknown = "" if query.samples else ", without u because the number of samples is unknown"
-    yield f"memory     of each rank's {'GPU' if query.device == 'cuda' else 'CPU'} in MB, computed{unknown}:"
+    where = "each rank's GPU" if query.device == "cuda" else "each rank"
+    yield f"memory     of {where} in MB, computed{unknown}:"
     yield from estimate.lines()
     loaders = loader_memory(query, max(nodes.values(), default=local_ranks()), bytes_of_features)
     yield f"loaders    {loaders.describe()}"
@@ -204,10 +207,13 @@ def _memory_lines(
         return
     verdict = "fits" if estimate.fits(gpu_memory) else "does not fit"
     gpus = f"{query.world_size} x {gpu_memory:g} GB"
-    yield f"fit        {query.config.deepspeed} {verdict} {gpus}: it needs {estimate.peak / 1e9:,.1f} GB per GPU"
+    reserve = "" if estimate.fits(gpu_memory) else ", and a tenth of the memory must stay free"
+    yield (
+        f"fit        {query.config.deepspeed} {verdict} {gpus}: it needs {estimate.peak / 1e9:,.1f} GB per GPU{reserve}"
+    )
     smallest = smallest_that_fits(query, towers, gpu_memory)
     if smallest is None:
-        yield f"smallest   no ZeRO stage fits: {FIX}"
+        yield f"smallest   no ZeRO stage fits: {FIX_AT_ANY_STAGE}"
     else:
         name, estimate_of_smallest = smallest
         yield f"smallest   {name}, which needs {estimate_of_smallest.peak / 1e9:,.1f} GB per GPU"

@@ -34,29 +34,30 @@ class MeasuredSpeed:
 def read_speed(run: Path, config: Config) -> MeasuredSpeed:
     """Read the speed of a short run, from its logged throughput after the warm-up.
 
-    Raises UserError if the run is shorter than 20 steps, or its model, precision or method differs from the config's.
+    Raises UserError if the run is shorter than 20 steps, if its model, DeepSpeed config or method differs from the
+    config's, or if one of its files is missing or damaged.
     """
     series = read_series(run)
     measured = load_saved(run / "config.yaml")
     for name, of_run, planned in (
         ("model options", measured.model, config.model),
-        ("DeepSpeed config", measured.deepspeed, config.deepspeed),
-        ("objective.method", measured.objective.method, config.objective.method),
+        ("values of the option deepspeed", measured.deepspeed, config.deepspeed),
+        ("values of objective.method", measured.objective.method, config.objective.method),
     ):
         if of_run != planned:
             raise UserError(
-                f"The run in --measured={run} was not trained with the same {name} as this run: measure a short run "
-                f"with the same {name}."
+                f"The run in --measured={run} and this run have different {name}: measure a short run with this run's "
+                f"{name}."
             )
     steps, speeds = series.get("samples_per_second", ([], []))
     if not steps or steps[-1] < FEWEST_STEPS:
         raise UserError(
-            f"The run in --measured={run} logged too few steps: measure at least {FEWEST_STEPS} "
-            f"(--max_steps={2 * FEWEST_STEPS} --run.log_every=1)."
+            f"The run in --measured={run} logged too few steps: pass a run of at least {FEWEST_STEPS} steps, for "
+            f"example one with --max-steps={2 * FEWEST_STEPS} --run.log-every=1."
         )
     values = np.array(speeds[math.floor(_WARM_UP_SHARE * len(speeds)) :])
     middle = float(np.median(values))
-    with explained(f"{run}/environment.json cannot be read", "measure another run"):
+    with explained(f"{run}/environment.json cannot be read", "pass another run"):
         ranks = int(json.loads((run / "environment.json").read_text(encoding="utf-8"))["ranks"])
     return MeasuredSpeed(
         run=run,

@@ -14,10 +14,12 @@ from neuclip_ds.errors import counted
 from neuclip_ds.limits import SHARED_MEMORY
 from neuclip_ds.planning.memory import MemoryAccount, MemoryQuery
 
-# per worker: 0.05 GB at first, 0.2 GB once garbage collection copies pages; 0.5 GB is inherited
+# A worker's own memory, rounded up: 0.05 GB at first, and 0.2 GB once garbage collection has copied pages. The 0.5 GB
+# that it shares with its parent process are not counted.
 _PROCESS_BYTES = 300_000_000
-FIX = "use a smaller data.micro_batch, model.activation_checkpointing=true, a higher ZeRO stage, or more ranks"
-_FIX_OF_HOST = "use fewer data.workers or data.prefetch, a smaller data.batch_size, or more nodes"
+FIX_AT_ANY_STAGE = "use a smaller data.micro_batch, model.activation_checkpointing=true, or more ranks"
+_FIX = "use a smaller data.micro_batch, model.activation_checkpointing=true, a higher ZeRO stage, or more ranks"
+_FIX_OF_HOST = "lower data.workers, data.prefetch or data.batch_size, or use more nodes"
 
 
 class LoaderMemory(NamedTuple):
@@ -85,18 +87,19 @@ def shortages(estimate: MemoryAccount, loaders: LoaderMemory, device: str) -> li
     machine = f"this machine with {loaders.ranks} ranks" if loaders.ranks > 1 else "this machine"
     rank_bytes = estimate.on_host if on_gpu else estimate.peak
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    warnings = _shortage(loaders.ranks * rank_bytes + loaders.total, ram, machine, _FIX_OF_HOST if on_gpu else FIX)
+    warnings = _shortage(loaders.ranks * rank_bytes + loaders.total, ram, machine, _FIX_OF_HOST if on_gpu else _FIX)
     if on_gpu:
         gpu = torch.cuda.get_device_properties(0).total_memory
-        warnings += _shortage(estimate.peak, gpu, "the GPU of each rank", FIX)
+        warnings += _shortage(estimate.peak, gpu, "the GPU of each rank", _FIX)
     if SHARED_MEMORY.is_dir():  # some systems have it elsewhere
         fix = f"start the container with {loaders.advice}, or lower data.workers or data.prefetch"
-        warnings += _shortage(loaders.shared, disk_usage(SHARED_MEMORY).free, str(SHARED_MEMORY), fix)
+        warnings += _shortage(loaders.shared, disk_usage(SHARED_MEMORY).free, str(SHARED_MEMORY), fix, free=True)
     return warnings
 
 
-def _shortage(needed: int, available: int, memory: str, fix: str) -> list[str]:
-    """Return a warning if the `memory` has fewer bytes than needed."""
+def _shortage(needed: int, available: int, memory: str, fix: str, free: bool = False) -> list[str]:
+    """Return a warning if the `memory` has fewer bytes than needed; if `free`, its other bytes are in use."""
     if needed <= available:
         return []
-    return [f"The run needs {needed / 1e9:,.1f} GB (computed), but {memory} has {available / 1e9:,.1f} GB: {fix}."]
+    size = f"{available / 1e9:,.2f} GB{' free' if free else ''}"
+    return [f"The run needs {needed / 1e9:,.2f} GB (computed), but {memory} has {size}: {fix}."]

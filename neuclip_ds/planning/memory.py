@@ -329,7 +329,11 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
 
 
 def smallest_that_fits(query: MemoryQuery, towers: Towers, gigabytes: float) -> tuple[str, MemoryAccount] | None:
-    """Return the first config in ds_configs/ that fits and uses the run's precision; offload configs are tried last."""
+    """Return the name and the estimate of the first config in ds_configs/ that fits; None if none fits.
+
+    Only configs with the run's precision are tried, in the order of their ZeRO stages, and then those that offload.
+    `gigabytes` is the memory of a GPU.
+    """
     kind = precision(load_engine_config(query.config, query.world_size))
     names = [f"zero{stage}_{kind}" for stage in range(4)]
     names += ["zero2_bf16_offload", "zero3_bf16_offload"] if kind == "bf16" else []

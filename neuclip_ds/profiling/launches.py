@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from neuclip_ds.errors import counted
 from neuclip_ds.profiling.intervals import Interval, Timeline
 
 log = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ def find_launches(events: Sequence[Event]) -> list[Launch]:
     launches = [_launch(event) for event in events if event.category == "cpu_op" and event.name.startswith("c10d::")]
     unmatched = _match_gloo(launches, events) + _match_nccl(launches, events)
     if unmatched:
-        log.warning("the profile omits collectives whose launches are missing from the trace: %d", unmatched)
+        log.warning("the profile omits %s, whose launch is missing from the trace", counted(unmatched, "collective"))
     return launches
 
 

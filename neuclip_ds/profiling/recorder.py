@@ -56,7 +56,12 @@ class Recorder:
         if self._profiler is not None:
             self._profiler.stop()
         if kind is None and self._done < self._end:
-            log.warning("no profile: the run ended before step %d; train longer or lower run.profile_steps", self._end)
+            log.warning(
+                "no profile was written: this launch ran %d steps, but the profile needs %d; train longer, or lower "
+                "run.profile_steps",
+                self._done,
+                self._end,
+            )
 
     @contextmanager
     def step(self) -> Iterator[None]:

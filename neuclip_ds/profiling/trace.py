@@ -53,7 +53,7 @@ class StepTrace:
     window: Interval
     computation: list[Interval]  # disjoint, within the window
     collectives: list[Collective]
-    phases: dict[str, float]  # name -> seconds (on a GPU, the time of the phase's kernels)
+    phases: dict[str, float]  # name -> seconds (on a GPU, from the start of the phase's work to its end)
 
 
 def read_trace(path: Path) -> list[StepTrace]:
@@ -175,7 +175,7 @@ def engine_purpose(phase: str | None, op: str, elements: int) -> str:
 def _item_size(dtype: str) -> int:
     size = _ITEM_SIZES.get(dtype.removeprefix("c10::").lower())
     if size is None:
-        log.warning("the profile counts no bytes for collectives of the unknown element type %r", dtype)
+        log.warning("the profile counts no bytes for collectives with the unknown element type %r", dtype)
     return size or 0
 
 

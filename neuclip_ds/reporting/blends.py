@@ -6,8 +6,8 @@
      "target": "own/validation", "tasks": {"own/validation": {"name": "validation", "metric": "mean_recall@1"}, ...},
      "blends": [{"fraction": 0.5, "target": 0.42, "others": 0.61, "scores": {"own/validation": 0.42, ...}}, ...]}
 
-A blend's `target` is the score of the target task, and `others` is the mean of the other tasks' scores. A score that is
-not known is null.
+A blend's `target` is the score of the target task, and `others` is the mean of the other tasks' known scores. A score
+that is not known is null.
 """
 
 import html
@@ -45,7 +45,7 @@ class BlendScores:
 
     fraction: float  # 0 is the start, 1 the result
     target: float | None
-    others: float | None  # mean of the other tasks' scores
+    others: float | None  # mean of the other tasks' known scores
     scores: dict[str, float | None]  # main metric of every task, by key
 
     @classmethod
@@ -73,7 +73,11 @@ class Blends:
 
     @classmethod
     def read(cls, folder: Path) -> "Blends":
-        """Read FOLDER/blends.json."""
+        """Read FOLDER/blends.json.
+
+        Raises `OSError` if it cannot be read, and `ValueError`, `TypeError`, `KeyError` or `AttributeError` if it is
+        damaged.
+        """
         fields = json.loads((folder / FILE).read_text(encoding="utf-8"))
         fields["tasks"] = {key: ScoredTask(**task) for key, task in fields["tasks"].items()}
         fields["blends"] = [BlendScores(**blend) for blend in fields["blends"]]

@@ -32,7 +32,10 @@ class Event(NamedTuple):
 
 
 class EventLog:
-    """One rank's events. On rank 0, `add` writes to FOLDER/events.jsonl, and `merge` adds the other ranks' events."""
+    """One rank's events. On rank 0, `add` writes to FOLDER/events.jsonl, and `merge` adds the other ranks' events.
+
+    A failure to write is only logged.
+    """
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path = folder / FILE

@@ -101,7 +101,7 @@ def duration(launches: list[Launch]) -> timedelta:
 
 
 def _launch(start: Mapping[str, Any], end: Mapping[str, Any] | None) -> list[Launch]:
-    """Return the launch that these records describe, or nothing if they are damaged."""
+    """Return the launch that these records describe, in a list that is empty if they are damaged."""
     try:
         return [
             Launch(

@@ -43,6 +43,7 @@ class MetricsLog:
 
     `write` hands a line to the operating system before it returns, so a killed run loses at most the line that it was
     writing. Steps after `resume_step` are dropped, because the resumed run writes them again; None drops all steps.
+    A failure of `write` is only logged.
     """
 
     def __init__(self, folder: Path, resume_step: int | None = None) -> None:
@@ -105,7 +106,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, float]]:
 
 
 def read_series(run: Path) -> dict[str, Series]:
-    """Read the steps and values of each metric of a run; raise `UserError` if the folder contains no metrics."""
+    """Read the steps and values of each metric of a run; raise `UserError` if there is no metrics.jsonl."""
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise UserError(f"{run} contains no metrics.jsonl; pass the folder of a run.")

@@ -72,7 +72,7 @@ _COUNT_METRICS = ("retrieval_pairs", "zero_shot_images", "normalizer_anchors", "
 def write_report(run: Path) -> Path:
     """Write RUN/report.html from a run's files and return its path.
 
-    Raises `UserError` if the run has no metrics, or its config.yaml is damaged.
+    Raises `UserError` if the run has no metrics.jsonl, or its config.yaml is missing or damaged.
     """
     series = read_series(run)
     options = {name: value for name, (_, value) in changed_options({}, _read_config(run)).items()}
@@ -103,7 +103,7 @@ def write_report(run: Path) -> Path:
 def write_comparison(runs: Sequence[Path], path: Path) -> None:
     """Write a page that compares runs: scores, options that differ, and a plot of each metric with a curve per run.
 
-    Raises `UserError` if two runs have the same name, or one has no metrics.
+    Raises `UserError` if a run is named twice, has no metrics.jsonl, or has a missing or damaged config.yaml.
     """
     names = run_names(runs)
     series_of_runs = {name: read_series(run) for name, run in zip(names, runs, strict=True)}
@@ -128,7 +128,7 @@ def write_comparison(runs: Sequence[Path], path: Path) -> None:
 
 
 def _read_config(run: Path) -> dict[str, Any]:
-    """Return the options of a run as a tree; raise `UserError` if its config.yaml is damaged."""
+    """Return the options of a run as a tree; raise `UserError` if its config.yaml is missing or damaged."""
     path = run / CONFIG
     config = read_options(path)
     if not isinstance(config, dict):
@@ -185,7 +185,9 @@ def _duration(launches: list[Launch]) -> str:
         return "an unknown time"
     unknown = sum(launch.end is None for launch in launches[:-1])
     text = str(duration(_until_now(launches)))
-    return f"{text}, without {counted(unknown, 'launch that was', 'launches that were')} killed" if unknown else text
+    if not unknown:
+        return text
+    return f"{text}, not counting {counted(unknown, 'launch that was', 'launches that were')} killed"
 
 
 def _until_now(launches: list[Launch]) -> list[Launch]:
@@ -229,11 +231,15 @@ def _scores(series: Mapping[str, Series], val: object) -> Iterator[str]:
         last = [_percent(values[-1]), f"{steps[-1]:,}"]
         rows.append([name, *last, _percent(values[best]), f"{steps[best]:,}", shown_chance, interval])
     if rows:
-        header = ["score", "last", "at step", "best", "at step", "chance", "95% interval of the last"]
+        header = ["score", "last", "at step", "best", "at step", "chance", "95% interval of the last score"]
         yield _table("Scores, %", header, rows)
     if "retrieval_pairs" in series:
         _, pair_counts = series["retrieval_pairs"]
-        origin = "held out of data.train" if isinstance(val, int) else f"of {html.escape(str(val))}"
+        origin = f"of {html.escape(str(val))}"
+        if isinstance(val, int):
+            origin = "held out of data.train"
+        elif val == "auto":
+            origin = "of the val folder next to data.train, or held out of data.train (data.val is auto)"
         yield f"<p>Recall is measured on {pair_counts[-1]:,.0f} pairs {origin}.</p>"
     elif val == "":
         yield "<p>There is no recall: no pairs were held out (data.val is empty).</p>"
@@ -272,7 +278,7 @@ def _blends(run: Path) -> Iterator[str]:
         except (OSError, ValueError, TypeError, KeyError, AttributeError):  # damaged; `evaluate` writes it again
             continue
         yield _table(f"Blends of {path.parent.name} with its start, %", header, rows)
-        yield f"<p>0 is the start, {html.escape(blends.start)}; 1 is the result.</p>"
+        yield f"<p>Blend 0 is the start, {html.escape(blends.start)}; blend 1 is the result.</p>"
         yield blends_plot(blends)
 
 
@@ -282,7 +288,10 @@ def _plot_data(plots: Iterable[dict[str, Any]]) -> str:
 
 
 def _plots_of_runs(series_of_runs: Mapping[str, Mapping[str, Series]]) -> Iterator[dict[str, Any]]:
-    """Yield a plot of each metric that any run has in two steps or more, with a curve per run, scores first."""
+    """Yield a plot of each metric that `_plotted_metrics` returns for any run, with a curve per run, scores first.
+
+    A run whose values are all zero has no curve.
+    """
     plotted: dict[str, None] = {}
     for series in series_of_runs.values():
         plotted.update(dict.fromkeys(_plotted_metrics(series)))
@@ -327,7 +336,8 @@ def _percent(score: float) -> str:
 def _plots(series: Mapping[str, Series]) -> Iterator[dict[str, Any]]:
     """Yield the known plots, and a plot of each remaining metric, for page.js; split crowded plots into one per curve.
 
-    A metric with fewer than two finite values is not plotted; it appears only in the tables.
+    A metric with fewer than two finite values is not plotted, and the known plots omit metrics that are always zero;
+    these metrics appear only in the tables.
     """
     names = _plotted_metrics(series)
     remaining = list(names)
@@ -384,7 +394,7 @@ def _events(run: Path) -> Iterator[str]:
     if rows:
         yield _table("Events", ["step", "rank", "kind", "message"], rows)
     if len(events) > _MAX_EVENTS:
-        yield f"<p>and {len(events) - _MAX_EVENTS} more in events.jsonl</p>"
+        yield f"<p>and {len(events) - _MAX_EVENTS} more events in events.jsonl</p>"
 
 
 def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

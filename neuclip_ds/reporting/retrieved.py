@@ -40,7 +40,10 @@ def write_retrieved(
     caption_of: Callable[[int], str],
     picture_of: Callable[[int], str],
 ) -> None:
-    """Write FOLDER/retrieved.json; `picture_of` returns a sample's image as a data: URI, or ""."""
+    """Write FOLDER/retrieved.json, or log why it cannot be written.
+
+    `caption_of` returns the caption of the sample with an index, and `picture_of` its image as a data: URI, or "".
+    """
     entries = []
     for query in queries:
         images = [{**asdict(image), "picture": picture_of(image.index)} for image in query.images]
@@ -58,8 +61,8 @@ def retrieved_lines(folder: Path) -> Iterator[str]:
     except (OSError, ValueError, KeyError, TypeError):
         return
     if rows:
-        yield f"<h2>Examples of text to image retrieval at step {step:,}</h2>"
-        yield "<p>The images that the model ranks first for a caption; the caption's own image is marked.</p>"
+        yield f"<h2>Examples of text-to-image retrieval at step {step:,}</h2>"
+        yield "<p>The images that the model ranks first for each caption; the caption's own image is marked.</p>"
         yield f'<div class="table"><table class="retrieved">{"".join(rows)}</table></div>'
 
 

@@ -33,7 +33,7 @@ from neuclip_ds.state.tensor_file import BytesFile, StateFile, TensorFile, row_c
 INDEX = "index.json"
 TABLE = "table"  # kind of the row tables' tensors, which are named TABLE/TENSOR
 _REPLICATED = "whole"  # end of a replicated tensor's key
-_FIX = "restore it, or delete its checkpoint to resume from an older one"
+_FIX = "restore the file, or delete its checkpoint to resume from an older checkpoint"
 
 Shards = dict[str, Tensor]
 """A rank's state shards by key."""
@@ -130,7 +130,10 @@ class ShardFiles:
         return tensors
 
     def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Read rows [start, stop) of a tensor (by default, all rows) from disk, without reading other rows."""
+        """Read rows [start, stop) of a tensor (by default, all rows) from disk, without reading other rows.
+
+        Raises `UserError` if a row is missing. Without rows to read, the result has the shape (0,).
+        """
         stored_rows = self._rows.get(name, {}).get(kind, [])
         if stop is None:
             stop = max((stored.stop for stored in stored_rows), default=0)
@@ -148,8 +151,8 @@ class ShardFiles:
             next_row = high
         if next_row < stop:
             raise UserError(
-                f"{self.folder} lacks rows {next_row} to {stop} of {name} ({kind}): it was written with other data or "
-                "settings, or files are missing; restore the folder, or start a new run (--run.name)."
+                f"{self.folder} lacks the rows [{next_row}, {stop}) of {name} ({kind}): the folder was written with "
+                "other data or settings, or files are missing; restore the folder, or start a new run (--run.name)."
             )
         if not pieces:
             return torch.empty(0, device="cpu")
@@ -168,8 +171,9 @@ class ShardFiles:
             stored = {name.removeprefix(prefix) for name in self.names(TABLE) if name.startswith(prefix)}
             if stored != set(table.tensors):
                 raise UserError(
-                    f"{self.folder} contains {sorted(stored)}, but this run needs {sorted(table.tensors)}; set "
-                    "objective.method to the method of the checkpoint."
+                    f"{self.folder} contains these statistics of each sample: {', '.join(sorted(stored)) or 'none'}; "
+                    f"but this run needs: {', '.join(sorted(table.tensors))}. Set objective.method to the method of "
+                    "the checkpoint."
                 )
             for key, target in table.tensors.items():
                 self._fill(prefix + key, target, table)

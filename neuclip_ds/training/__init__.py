@@ -1,1 +1,1 @@
-"""Training runs: the loop and its steps, hooks, the order of the samples, and the recovery of statistics."""
+"""Training runs: their set-up, the loop and its steps, hooks, records, and the recovery of statistics."""

@@ -42,9 +42,10 @@ class SaveCheckpoints(Hook):
         except SaveFailed as error:
             self._failures += 1
             if is_last or self._failures >= _MAX_FAILURES:
+                failures = f" {self._failures} saves in a row have failed." if self._failures > 1 else ""
                 raise UserError(
-                    f"{error} {self._failures} saves in a row have failed. Free disk space and check the disk; the "
-                    "same command then resumes from the newest checkpoint."
+                    f"{error}{failures} Free disk space and check the disk; the same command then resumes from the "
+                    "newest checkpoint."
                 ) from error
             message = f"{error} Training continues without this checkpoint."
             loop.events.add(loop.done, "save_failed", message, shared=True)

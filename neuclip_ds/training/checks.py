@@ -57,8 +57,8 @@ def _check_stored_features(config: Config) -> None:
     if distill.features is not None and distill.contrastive_weight == 0:
         raise UserError(
             "objective.reference_model has no effect with objective.distill.contrastive_weight=0, because the "
-            "reference is part of the method's loss: omit the option, or "
-            "set objective.distill.contrastive_weight above 0."
+            "reference is part of the method's loss: omit objective.reference_model, or set "
+            "objective.distill.contrastive_weight above 0."
         )
     if config.recovery.epochs and config.recovery.loss == "hgcl":
         raise UserError(
@@ -81,7 +81,7 @@ def check_tables(tables: Mapping[str, FeatureTable]) -> None:
             continue
         raise UserError(
             f"{table.folder} contains {problem}, but a reference model or a teacher needs the similarities of images "
-            "and texts: embed the training data with a model of both, without --output=trunk."
+            "and texts: run neuclip-ds embed on the training data with a model of both, without --output=trunk."
         )
 
 
@@ -98,8 +98,8 @@ def check_length(done: int, total: int) -> None:
     """Raise `UserError` if a run has already trained for more steps than its config allows."""
     if done > total:
         raise UserError(
-            f"The run has trained for {done:,} steps, more than the {total:,} that epochs or max_steps allow: raise "
-            "them to train further, or give the run another name (--run.name)."
+            f"The run has trained for {done:,} steps, more than the {total:,} that the config allows: raise max_steps "
+            "(or epochs, if max_steps is not set) to train further, or give the run another name (--run.name)."
         )
 
 
@@ -120,10 +120,12 @@ def config_warnings(config: Config, steps: int) -> list[str]:
         if trained in ("frozen", "projection") and not is_pretrained:
             warnings.append(
                 f"model.{tower}.trainable={trained} freezes random weights: set model.pretrained or "
-                f"model.{tower}.pretrained."
+                f"model.{tower}.pretrained, or train the tower (model.{tower}.trainable=all)."
             )
     if optimizer.min_lr > 0 and optimizer.schedule == "constant":
-        warnings.append("optimizer.min_lr has no effect with optimizer.schedule=constant; cooldown decays to it.")
+        warnings.append(
+            "optimizer.min_lr has no effect with optimizer.schedule=constant: omit it, or use another schedule."
+        )
     elif optimizer.min_lr > optimizer.lr:
         warnings.append(f"optimizer.min_lr={optimizer.min_lr:g} is above optimizer.lr={optimizer.lr:g}: swap them.")
     return warnings + config.objective.warnings()
@@ -132,7 +134,7 @@ def config_warnings(config: Config, steps: int) -> list[str]:
 def fingerprint(config: Config) -> Fingerprint:
     """Return the part of the config that a resumed run must share with its checkpoint."""
     data = config.data
-    order: dict[str, int] = {}  # options of the order of the samples; those that are not set follow from the data
+    order: dict[str, int] = {}  # options of the order of the samples, without those that the data determine
     for name in ("shard_streams", "shuffle_block_size"):
         value = getattr(data, name)
         if value is not None:

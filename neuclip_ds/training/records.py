@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 def wait_for_requests_of_all(communicator: Communicator, done: int) -> None:
     """Wait until a stop after step `done` has been requested on all ranks, without a collective.
 
-    Raises `UserError` after 5 minutes: the other ranks continue training, and wait for this rank in a collective.
+    Raises `UserError` after 5 minutes: then the other ranks have continued training, and wait for this rank in a
+    collective.
     """
     name = f"stops after step {done}"
     requests = communicator.count(name)
@@ -33,7 +34,7 @@ def wait_for_requests_of_all(communicator: Communicator, done: int) -> None:
         if time.monotonic() > deadline:
             raise UserError(
                 f"A hook has set loop.stop_requested on {requests} of {communicator.world_size} ranks after step "
-                f"{done}: it must set it on all ranks after the same step."
+                f"{done}: change the hook so that it sets stop_requested on all ranks after the same step."
             )
         time.sleep(0.1)
         requests = communicator.count(name, 0)

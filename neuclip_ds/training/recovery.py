@@ -1,9 +1,9 @@
-"""Recover the optimizer's moments and each sample's moving average u if a checkpoint lacks them (TuneCLIP stage 1).
+"""Recover the optimizer's moments and each sample's moving average u, which pretrained models lack (TuneCLIP stage 1).
 
-The weights are frozen (by a learning rate of 0, which also disables decoupled weight decay) while every sample's u and
-the moments accumulate (TuneCLIP Algorithm 1). For a method without u, only the moments are recovered, by default with
-the method's own loss. Fine-tuning reads the recovered state from the last checkpoint of this loop. Other runs with the
-same initial weights and data can also read it (`recovery.reuse`).
+A separate loop runs before training. Its weights are frozen (by a learning rate of 0, which also disables decoupled
+weight decay) while every sample's u and the moments accumulate (TuneCLIP Algorithm 1). For a method without u, only the
+moments are recovered, by default with the method's own loss. Training then reads the recovered state from the last
+checkpoint of the recovery loop. Other runs with the same initial weights and data can also read it (`recovery.reuse`).
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def without_batch_norm_updates(engine: Engine) -> Iterator[None]:
 def load_recovered_state(checkpoint: Path, context: RunContext, loss: ContrastiveLoss) -> None:
     """Load the recovered state selected by `recovery.restore` into a new engine and loss.
 
-    Raises `UserError` if the recovery had different weights, a different optimizer or, if u is loaded, different data.
+    Raises `UserError` if moments are loaded and the recovery had different weights or a different optimizer, or if u is
+    loaded and the recovery had different data, temperature or reference model, or a loss without u.
     """
     restore = context.config.recovery.restore
     optimizer = context.config.optimizer.name
@@ -129,8 +130,8 @@ def _check_reference(checkpoint: Path, recovered: Mapping[str, Any], data: Mappi
     job = data.get("features", {}).get(REFERENCE)
     if recovered_job != job:
         raise UserError(
-            f"{checkpoint} contains u of a different objective.reference_model: set this option to the "
-            "folder of features that the recovery used, or recover again."
+            f"{checkpoint} was recovered with a different objective.reference_model, or without one: use the reference "
+            "model of the recovery in this run, or recover again."
         )
 
 
@@ -143,7 +144,10 @@ def gamma_epoch_offset(config: Config) -> int:
 
 
 def find_reused(context: RunContext) -> Path:
-    """Return the checkpoint named by `recovery.reuse`, or the named run's newest one (recovery checkpoints first)."""
+    """Return the checkpoint named by `recovery.reuse`, or the named run's newest one (recovery checkpoints first).
+
+    All ranks call this together. Raises `UserError` if there is no checkpoint, or if it is damaged.
+    """
     path = context.config.recovery.reuse
     assert path is not None
 
@@ -153,7 +157,7 @@ def find_reused(context: RunContext) -> Path:
             checkpoints.extend(complete_checkpoints(folder / "checkpoints"))
         if not checkpoints:
             raise UserError(
-                f"recovery.reuse={path} contains no recovered statistics. Pass a run whose recovery is complete."
+                f"recovery.reuse={path} contains no complete checkpoint. Pass a run whose recovery is complete."
             )
         return str(max(checkpoints))
 

@@ -56,15 +56,16 @@ def _difference(ranks: Sequence[Mapping[str, int]]) -> str:
     shown_names = ", ".join(differing_names[:_SHOWN_NAMES])
     if len(differing_names) > _SHOWN_NAMES:
         shown_names += f" and {counted(len(differing_names) - _SHOWN_NAMES, 'other tensor')}"
-    shown_ranks = " and ".join(str(rank) for rank in sorted(differing_ranks))
+    *first_ranks, last_rank = [str(rank) for rank in sorted(differing_ranks)]
+    shown_ranks = f"{', '.join(first_ranks)} and {last_rank}" if first_ranks else last_rank
     if len(differing_ranks) < len(ranks):
         noun = "rank" if len(differing_ranks) == 1 else "ranks"
         difference = f"those of {noun} {shown_ranks} differ"
     else:
         difference = f"ranks {shown_ranks} differ"
     return (
-        f"{shown_names} must have the same bits on all ranks, but {difference}: test the memory and the GPU there, and "
-        "resume from the newest checkpoint, which was compared before it was saved."
+        f"{shown_names} must have the same bits on all ranks, but {difference}: test the memory and the GPUs of the "
+        "nodes of these ranks, and resume from the newest checkpoint, which was compared before it was saved."
     )
 
 

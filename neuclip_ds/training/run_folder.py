@@ -40,7 +40,7 @@ RECOVERY = "recovery"  # subfolder of the recovery of statistics, with its own c
 def staging_folder(config: Config, folder: Path, communicator: Communicator) -> Iterator[Path]:
     """Yield a staging folder that all ranks share and that contains the run's manifests; delete the folder at the end.
 
-    Raises `UserError` if the folder cannot be written.
+    Raises `UserError` if the folder cannot be written, or if the nodes do not share it.
     """
     staged = folder.with_name(f".{folder.name}.starting")
 

@@ -15,14 +15,14 @@ def run_length(order: BatchOrder, epochs: float, max_steps: int | None = None) -
 
 
 def is_partial_batch(order: BatchOrder, step: int) -> bool:
-    """Return whether a step's batch is the last of an epoch and less than half full."""
+    """Return whether the batch of a step (counted from 0) is the last of an epoch and less than half full."""
     step_of_epoch = step % order.steps_per_epoch
     last_of_epoch = order.steps_per_epoch - 1
     return 0 < step_of_epoch == last_of_epoch and 2 * order.last_batch_size < order.batch_size
 
 
 def learning_rate(step: int, total: int, config: OptimizerConfig) -> float:
-    """Return the learning rate at a step: a linear warm-up to lr, then `config.schedule` until step `total`.
+    """Return the learning rate at a step (counted from 0) of `total`: a linear warm-up to lr, then `config.schedule`.
 
     The warm-up, `cosine` and `cooldown` match open_clip. `wsd` is the warm-up-stable-decay schedule of Hu et al. 2024
     (MiniCPM), with the decay of Haegele et al. 2024 (arXiv:2405.18392).

@@ -15,7 +15,7 @@ from neuclip_ds.models.trained_parts import check_separate_projection, projectio
 from neuclip_ds.models.trunk_output import image_sample, is_same_output, text_sample, trunk_output
 from neuclip_ds.models.weights_hash import weights_hash
 
-_FIX = "embed the training data with the model that the run starts from, and --output=trunk."
+_FIX = "run neuclip-ds embed --output=trunk on the training data, with the model that the run starts from."
 
 
 def check_frozen_trunks(config: Config) -> None:
@@ -33,17 +33,17 @@ def check_frozen_trunks(config: Config) -> None:
             raise UserError(
                 f"data.{table} contains the outputs of a frozen trunk, but model.lora.rank={config.model.lora.rank} "
                 f"adds adapters to it: set model.{tower}.trainable=projection to adapt only the other tower, or omit "
-                "one of them."
+                "one of these two options."
             )
     if IMAGE in folders and config.model.vision.patch_drop:
         raise UserError(
             f"model.vision.patch_drop={config.model.vision.patch_drop} has no effect with data.image_features, because "
-            "the image trunk does not run in training: omit one of them."
+            "the image trunk does not run in training: omit one of these options."
         )
     if IMAGE in folders and config.data.augment != AugmentConfig():
         raise UserError(
             "data.augment has no effect with data.image_features, whose images were encoded without it: omit one of "
-            "them."
+            "these options."
         )
     if len(folders) == len(TOWER_OF_TABLE) and config.model.activation_checkpointing:
         raise UserError(
@@ -105,8 +105,9 @@ def check_trunk_outputs(
         for option, (of_table, of_run, of_embed) in settings.items():
             if of_table != of_run:
                 raise UserError(
-                    f"{table.folder} was computed with {option} {of_table}, but this run uses {of_run}: use "
-                    f"the features' values in this run, or embed the data with the values of this run ({of_embed})."
+                    f"{table.folder} was computed with values of {option} ({of_table}) that differ from this run's "
+                    f"({of_run}): use the features' values in this run, or run neuclip-ds embed with this run's values "
+                    f"({of_embed})."
                 )
 
 

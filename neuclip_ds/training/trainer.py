@@ -2,7 +2,7 @@
 
 `train` is the entry point. `build_run` opens the data, the model and the newest checkpoint. `Loop` runs the steps; one
 step, from the batch to the updated weights, is the function `train_step` in step.py. Everything else that happens
-around a step, such as records, checkpoints and evaluations, is a hook (training/hooks/).
+around a step, such as records, checkpoints and evaluations, is a hook (training/hooks/, records.py, checkpointing.py).
 """
 
 import logging
@@ -110,7 +110,8 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
 
     Raises:
         UserError: the config or the data is invalid; raised before the first step where possible.
-        TrainingDiverged: the loss or gradient is not finite even after a rollback, or replicated state differs.
+        TrainingDiverged: the loss or gradient is not finite even after a rollback, or replicated state differs between
+            ranks.
         Interrupted: a signal stopped the run; if the run was training, it has saved a checkpoint.
     """
     check_config(config, environment.world_size)  # a mistake in the config is reported before ranks connect
@@ -306,7 +307,7 @@ def build_run(config: Config, communicator: Communicator, folder: Path, staged: 
 def newest_checkpoint(config: Config, communicator: Communicator, folder: Path) -> Path | None:
     """Return the newest intact checkpoint of a run's training, else of its recovery, else None.
 
-    Raises `UserError`, before anything is built, if the checkpoint does not match the config.
+    Raises `UserError`, before anything is built, if the checkpoint does not match the config, or if all are damaged.
     """
     training = Checkpoints(folder / "checkpoints", communicator, 1)
     newest = training.newest()
@@ -392,7 +393,7 @@ class StepResult:
     seconds: float
     """Duration of the whole step, in seconds."""
     samples_per_second: float
-    """Throughput of all ranks over the last steps; NaN after the first step."""
+    """Throughput of all ranks over up to 50 of the last steps; NaN after the first step of a launch."""
     metric_tensors: Mapping[str, Tensor]
     """Metrics of the loss, on the device."""
 
@@ -421,7 +422,7 @@ class Loop:
         order: the order of the samples.
         done: number of steps done.
         total: number of steps after which the loop ends.
-        saved: last step after which a checkpoint was saved.
+        saved: last step after which a checkpoint was saved; 0 if there is none.
         stop_requested: set this to True on all ranks to end the loop after the current step, with a checkpoint. If only
             some ranks set it, all ranks stop if metrics are logged after that step, and fail with an error if not.
         stop_signal: the signal that requested the stop, if any; the loop then raises `Interrupted`.
@@ -492,7 +493,7 @@ class Loop:
                 return self._run(hooks, evaluator)
             except RollBack as rollback:
                 checkpoint = rollback.checkpoint
-            self.resume(checkpoint)  # outside of `except`, so that an error here does not list the rollback
+            self.resume(checkpoint)  # after the `except` block, so that the traceback of an error omits the rollback
 
     def save(self) -> None:
         """Save a checkpoint after the last completed step; all ranks call this together.
@@ -515,18 +516,21 @@ class Loop:
         """Return to the newest checkpoint, on all ranks, after `run.max_skipped_steps` consecutive skipped steps.
 
         Raises:
-            RollBack: always; `run` catches it and resumes from the checkpoint.
             TrainingDiverged: no checkpoint exists, or training has failed at the same step before.
+            RollBack: otherwise; `run` catches it and resumes from the checkpoint.
         """
         newest = self.checkpoints.newest()
         done_before_skips = self.done - self.context.config.run.max_skipped_steps
-        advice = "lower optimizer.lr, or objective.npn.lr if npn_ratio_mean was outside 0.5 to 2, and start again."
+        advice = (
+            "lower optimizer.lr, or objective.npn.lr if the metric npn_ratio_mean was below 0.5 or above 2, and start "
+            "again."
+        )
         if newest is None:
             raise TrainingDiverged(f"{problem}, and there is no checkpoint to return to: {advice}")
         if done_before_skips <= self._done_at_rollback:
             raise TrainingDiverged(f"{problem}, which also happened before the return to {newest.name}: {advice}")
         self._done_at_rollback = self.done
-        raise RollBack(f"{problem}: the run returns to {newest.name}.", newest)
+        raise RollBack(f"{problem}. The run returns to {newest.name}.", newest)
 
     def _run(self, hooks: Sequence[Hook], evaluator: Evaluator | None) -> bool:
         context = self.context
@@ -560,8 +564,8 @@ class Loop:
                 start_time = time.perf_counter()
                 batch = next(self._batches)
                 # docs: end
-                # a batch of long captions may exhaust a GPU's memory after shorter ones have fit; a CPU's has no such
-                # limit, and the trial would take as long as a step
+                # a batch of long captions may exhaust a GPU's memory after shorter ones have fit; CPUs do without this
+                # trial, which would take as long as a step
                 if not end_times and self._pack is not None and context.engine.device.type == "cuda":
                     context.engine.try_full_captions(batch)
                 for hook in self._hooks.values():
@@ -608,8 +612,8 @@ class Loop:
         compiled_now = self.context.compilation
         if compiled_now != self._compiled_before:
             message = (
-                f"The run resumes with model.compile={compiled_now} instead of {self._compiled_before}: results can "
-                "differ by rounding and in their dropout masks."
+                f"The run resumes with model.compile={compiled_now} instead of {self._compiled_before}: rounding and "
+                "dropout masks can differ from those of an uninterrupted run."
             )
             self.events.add(self.done + 1, "compilation_changed", message, level=logging.INFO, shared=True)
         for hook in named_hooks.values():

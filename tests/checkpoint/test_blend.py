@@ -153,7 +153,7 @@ def test_options_without_effect_are_refused(folder: Path, shards: Path) -> None:
         ("evaluate", str(folder / "clip"), "--blend=0", *data, out): "is not a run of neuclip_ds",
         ("evaluate", str(folder / "zero3"), "--blend=0", "--target=x", *data, out): "--target=x matches 0 tasks",
         ("export", out): "Pass one run, or several runs after --soup",
-        ("export", "--soup", str(folder / "lora"), "--blend=0.5", out): "--blend applies to one run",
+        ("export", "--soup", str(folder / "lora"), "--blend=0.5", out): "--blend applies only to a single run",
     }
     for (command, *options), message in mistakes.items():
         assert message in call(f"tools/{command}.py", *options, code=2).stderr
@@ -219,7 +219,7 @@ def test_models_that_differ_cannot_be_averaged(result: ModelWeights) -> None:
 
 
 def test_runs_with_different_starts_are_no_soup(result: ModelWeights) -> None:
-    """The folders of the starts may have been moved: their weights count, if they are known."""
+    """Starts are compared by the hash of their weights, if it is known, because their folders may have been moved."""
 
     def from_start(path: str, start_hash: str | None) -> ModelWeights:
         source = copy(result.source)

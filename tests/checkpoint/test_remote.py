@@ -220,7 +220,7 @@ def write_refused(folder: Path, answer: Path) -> None:
 
 
 def test_a_restored_run_keeps_its_lock(run: Path, tmp_path: Path) -> None:
-    """A store may also have the lock of another process, which an earlier version has copied."""
+    """A store may also have the lock of another process, which an earlier version of the package copied."""
     store = f"file://{tmp_path}/store"
     with locked(run, Communicator()):
         RemoteRun(f"{store}/{NAME}").push(run, STEPS[2:])

@@ -114,7 +114,7 @@ def test_exports_and_plans_have_the_new_sizes(name: str, folder: Path, tmp_path:
 
 
 def test_adapters_are_added_to_the_weights_of_the_start(folder: Path) -> None:
-    """A checkpoint of a run can be named as well as the run."""
+    """`model.pretrained` can name a run or one of its checkpoints."""
     checkpoint = newest_checkpoint(folder, "small_clip")
     config = ModelConfig.model_validate({"pretrained": str(checkpoint), "lora": {"rank": 2}})
     source = initial_source(config, Communicator())

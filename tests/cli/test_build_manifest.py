@@ -52,7 +52,7 @@ def test_counts_from_side_files_need_no_shards(folder, tmp_path, capsys, caplog)
         source = server.url("{00000..00004}.tar")
         main(["build-manifest", str(tmp_path / "m"), source, "--from-side-files", "--skip-unreadable", "--processes=1"])
     assert "11 samples" in capsys.readouterr().out
-    assert "omitted the shards that cannot be used, 1 of 5" in caplog.text
+    assert "omitted 1 of 5 shards, which cannot be used" in caplog.text
     assert not [name for name in server.gets if name.endswith(".tar")]
     assert load_manifest(tmp_path / "m").sizes.tolist() == [3, 2, 1, 5]
 
@@ -84,7 +84,7 @@ def test_a_killed_build_is_finished_by_the_same_command(folder, tmp_path):
     ("options", "message"),
     [
         (["absent"], "absent does not exist"),
-        (["{folder}", "--captions", "jpg"], "is not a source: use txt, txt:lines, json:KEY"),
+        (["{folder}", "--captions", "jpg"], "captions (data.captions or --captions): use txt, txt:lines, json:KEY"),
         (["{folder}", "--uids", "absent.npy"], "The uid file absent.npy cannot be read"),
     ],
 )

@@ -19,7 +19,7 @@ SCRIPTS = [
 ]
 # option of `train` -> expected part of the message
 TRAIN_MISTAKES = {
-    "--data.train=/nope": "data.train=/nope: /nope does not exist",
+    "--data.train=/nope": "data.train=/nope does not exist",
     "--data.val=/nope::/tmp": "data.val=/nope::/tmp: /nope does not exist",
     "--data.evaluation_sets=/nope": "/nope does not exist",
     "--data.train=nope://bucket/{0..9}.tar": "Protocol not known: nope",
@@ -34,22 +34,22 @@ TRAIN_MISTAKES = {
 MISTAKES = {("train", "demo", option): message for option, message in TRAIN_MISTAKES.items()}
 MISTAKES |= {
     ("evaluate", "nope", "--data=."): "MODEL=nope does not exist",
-    ("evaluate", ".", "--data", ".", "/nope"): "--data=/nope: /nope does not exist",
-    ("export", "runs/nope", "--out=out"): "RUN=runs/nope: runs/nope does not exist",
+    ("evaluate", ".", "--data", ".", "/nope"): "--data=/nope does not exist",
+    ("export", "runs/nope", "--out=out"): "RUN=runs/nope does not exist",
     ("explore", "nope", "--images=."): "MODEL=nope does not exist",
-    ("explore", "a/b", "--images=/nope"): "--images=/nope: /nope does not exist",
-    ("explore", "a/b", "--images=.", "--features", "/nope"): "--features=/nope: /nope does not exist",
+    ("explore", "a/b", "--images=/nope"): "--images=/nope does not exist",
+    ("explore", "a/b", "--images=.", "--features", "/nope"): "--features=/nope does not exist",
     ("explore", "a/b", "--images=."): "gradio, which is not installed: run pip install 'neuclip_ds[explore]'",
     ("embed", "a/b/c", ".", "--out=out"): "MODEL=a/b/c does not exist",
-    ("embed", "openai/clip", "/nope", "--out=out"): "SHARDS=/nope: /nope does not exist",
+    ("embed", "openai/clip", "/nope", "--out=out"): "SHARDS=/nope does not exist",
     ("embed", "timm:a", ".", "--out=out", "--output=joint"): "timm:a has no joint space of images and texts",
     ("embed", "timm:a", ".", "--out=out", "--all-captions"): "timm:a encodes no captions: omit --captions",
-    ("embed", "timm:a", ".", "--out=out", "--pooling=cls"): "--pooling is for text encoders",
+    ("embed", "timm:a", ".", "--out=out", "--pooling=cls"): "--pooling applies only to text encoders",
     ("embed", "timm:a", ".", "--out=out", "--image-size=4"): "--image-size=4 must be from 8",
     ("embed", "hf:a/b", ".", "--out=out", "--ema"): "hf:a/b is not a run",
     ("embed", "hf:a/b", ".", "--out=out", "--crops=2"): "hf:a/b encodes no images: omit --crops",
-    ("embed", "a/b", ".", "--out=out", "--image-size=96"): "--image-size is for image encoders",
-    ("embed", "a/b", ".", "--out=out", "--seed=1"): "--crop-scale and --seed are for random crops: set --crops",
+    ("embed", "a/b", ".", "--out=out", "--image-size=96"): "--image-size applies only to image encoders",
+    ("embed", "a/b", ".", "--out=out", "--seed=1"): "--crop-scale and --seed have no effect without --crops",
     ("embed", "a/b", ".", "--out=out", "--crops=2", "--crop-scale=1"): "--crop-scale=1 must be above 0 and below 1",
 }
 # print the help of all commands; make all mistakes; print the heavy libraries that were imported on the way
@@ -160,7 +160,7 @@ def test_the_rank_that_launchers_add_is_ignored(rank: str, capsys: pytest.Captur
 def test_without_a_recipe_the_demo_runs(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
     main(["train", "--print-config"])
     assert "name: demo\n" in capsys.readouterr().out
-    assert caplog.text.count("No recipe is named, so this runs the demo recipe") == 1
+    assert caplog.text.count("No recipe is named, so the demo recipe runs") == 1
 
 
 def test_the_version_and_the_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

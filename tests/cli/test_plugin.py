@@ -1,4 +1,4 @@
-"""`--plugin`: losses of plugins on the command line, in recipes and in runs, whose models do not need the plugin."""
+"""`--plugin`: losses of plugins on the command line, in recipes and in runs; a run's model works without the plugin."""
 
 import re
 from collections.abc import Iterator

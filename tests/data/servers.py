@@ -25,8 +25,10 @@ class Files(ThreadingHTTPServer):
         gets: the number of GET requests per path; omits refused requests and ranges that start after byte 0.
         heads: the number of HEAD requests per path.
         authorizations: the Authorization headers of all GET requests that have one.
-        faults: path -> the faults of its next requests, one per request: a status, `cut`, `stall`, `short` or `slow`.
-        gate: an event; the second half of a body is sent once the event is set.
+        faults: path -> the faults of its next requests, one per request: an error status; `cut` or `stall` (the
+            connection is closed or hangs after half of the body), `short` (a third of the body is the whole answer), or
+            `slow` (the first half of the body takes a second).
+        gate: an event; the second half of a body is sent once the event is set, which it is by default.
         delay: the number of seconds to wait before sending the second half of a body.
         refuses: the status of every response to a GET request, if set.
         ignores_ranges: whether every request for a range of bytes is answered with the whole file.
@@ -35,7 +37,7 @@ class Files(ThreadingHTTPServer):
     """
 
     daemon_threads = True
-    request_queue_size = 128  # pending connections; with the default of 5, others are repeated after a second
+    request_queue_size = 128  # pending connections; with the default of 5, clients would retry others after a second
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -104,7 +106,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(fault)
         elif name in self.server.files:
             self._send(self.server.files[name], fault)
-        elif listing:  # of the bucket, which is the top folder
+        elif listing:  # a listing of the bucket, which is the top folder
             keys = ((path.partition("/")[2], len(data)) for path, data in sorted(self.server.files.items()))
             keys = ((key, size) for key, size in keys if key.startswith(prefix))
             listed = "".join(f"<Contents><Key>{key}</Key><Size>{size}</Size></Contents>" for key, size in keys)

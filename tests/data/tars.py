@@ -20,7 +20,7 @@ from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.shards import resolve_shards
 
-_NOBODY = 65534  # the number of the user without rights
+_NOBODY = 65534  # ID of the user `nobody`, who has no rights
 
 
 def write_tar(path: Path, members: Iterable[tuple[str, bytes]], tar_format: int = tarfile.USTAR_FORMAT) -> Path:
@@ -42,7 +42,10 @@ def jpeg(seed: int, width: int = 40, height: int = 30) -> bytes:
 
 
 def write_pairs(folder: Path, sizes: Iterable[int], replace: dict[int, dict[str, bytes]] | None = None) -> Path:
-    """Write shards with `sizes` pairs; `replace` maps the global index of a sample to its members by extension."""
+    """Write a shard for each number of pairs in `sizes`, and return the folder.
+
+    `replace` maps the global index of a sample to its members by extension.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     index = 0
     for shard, size in enumerate(sizes):

@@ -1,4 +1,4 @@
-"""Augmentations are those of timm and torchvision, depend on the seed alone, and restore the global random states."""
+"""Check that augmentations equal timm's and torchvision's, depend only on the seed, and restore the random states."""
 
 from __future__ import annotations
 

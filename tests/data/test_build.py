@@ -76,7 +76,7 @@ def test_counts_starts_and_bad_samples(folder):
     [
         ([], "No samples in .*0.tar"),
         ([("readme", b"")], "No samples in .*0.tar"),
-        ([("a.npy", b""), ("a.txt", b"")], "No sample has an image in .*0.tar .*npy, txt"),
+        ([("a.npy", b""), ("a.txt", b"")], "No sample in .*0.tar has an image .*npy, txt"),
         ([("a.jpg", b""), ("a.json", b"")], "No captions in .*0.tar .*jpg, json"),
     ],
 )
@@ -98,7 +98,7 @@ def test_what_a_run_builds_is_used_until_a_shard_changes(folder, tmp_path, monke
     first = opened()
     assert opened().shards == first.shards
     assert len(scanned) == 3
-    opened(options=ScanOptions(captions=("txt", "json:caption")))  # with these, different samples may be bad
+    opened(options=ScanOptions(captions=("txt", "json:caption")))  # with other captions, other samples may be bad
     assert len(scanned) == 6
     os.utime(folder / "00001.tar", ns=(0, 0))
     assert opened().shards == first.shards
@@ -110,12 +110,12 @@ def test_what_a_run_builds_is_used_until_a_shard_changes(folder, tmp_path, monke
 @pytest.mark.parametrize("change", ["nothing", "shards", "options"])
 def test_an_interrupted_build_continues_with_what_it_knows(folder, tmp_path, change):
     paths, target, options = paths_of(folder), tmp_path / "m", CHECKED
-    with pytest.raises(KeyboardInterrupt), Worker() as first:  # on exit, waits for a scan that may write a table
+    with pytest.raises(KeyboardInterrupt), Worker() as first:  # at its exit, waits for running scans
         write_manifest(target, paths, first, options, on_progress=interrupt_after(2))
     assert not (target / "shards.parquet").exists()
     if change == "shards":
         write_pairs(folder / "other", [6])
-        (folder / "other" / "00000.tar").replace(paths[0])  # not the size of the shard that was scanned
+        (folder / "other" / "00000.tar").replace(paths[0])  # its size differs from the scanned shard's
         paths = paths[::-1]
     options = replace(options, uid_key="other" if change == "options" else "uid")
     again, seen = Worker(), []
@@ -132,7 +132,7 @@ def test_an_interrupted_build_continues_with_what_it_knows(folder, tmp_path, cha
 def test_a_group_of_shards_shares_a_file_of_tables(tmp_path, monkeypatch):
     """An unreadable shard does not shift the tables of the other shards in its group."""
     monkeypatch.setattr(build, "GROUPS", 4)
-    monkeypatch.setattr(build, "as_completed", iter)  # the real function has no fixed order
+    monkeypatch.setattr(build, "as_completed", iter)  # the real function's order varies
     paths = paths_of(write_pairs(tmp_path / "shards", [1, 2, 3, 0, 1, 2, 3, 1]))
     unreadable(Path(paths[4]))
     with pytest.raises(KeyboardInterrupt), Worker() as first:
@@ -162,12 +162,12 @@ def test_an_unreadable_shard_costs_no_other_and_may_be_omitted(folder, tmp_path,
     assert [shard.path for shard in manifest.shards] == [paths[0], paths[2]]
     (listed,) = (target / "unreadable_shards.jsonl").read_text().splitlines()
     assert json.loads(listed)["shard"] == paths[1] and "Is a directory" in json.loads(listed)["reason"]
-    assert f"omitted the shards that cannot be used, 1 of 3; {target}/unreadable_shards.jsonl lists them" in caplog.text
+    assert f"omitted 1 of 3 shards, which cannot be used; {target}/unreadable_shards.jsonl lists them" in caplog.text
 
 
 NOT_TARS = {
     "a web page": (b"<!DOCTYPE html><html>Not found</html>" * 40, "is a web page"),
-    "a short answer": (b'\n{"error": "expired"}', "is a JSON text"),
+    "a short answer": (b'\n{"error": "expired"}', "is JSON"),
     "nothing": (b"", r"is empty \(0 bytes\)"),
     "noise": (b"\x01" * 5000, "has no valid header"),
     "zeros": (bytes(20480), "contains only zeros"),
@@ -295,11 +295,11 @@ def test_images_that_occur_twice_are_counted(tmp_path, caplog):
     again = {5: {"jpg": jpeg(0), "txt": b"another caption"}, 6: {"jpg": jpeg(1)}, 8: {"txt": b"no image"}}
     paths = paths_of(write_pairs(tmp_path / "shards", [4, 3, 2], replace=again))
     write_manifest(tmp_path / "m", paths, Worker(), CHECKED)
-    assert "2 of 8 samples have the same image as another sample" in caplog.text
+    assert "2 of 8 samples have the image of an earlier sample" in caplog.text
     caplog.clear()
     write_manifest(tmp_path / "fewer", paths[::2], Worker(), CHECKED)
     write_manifest(tmp_path / "unknown", paths, Worker())
-    assert "have the same image" not in caplog.text
+    assert "have the image" not in caplog.text
 
 
 @pytest.mark.parametrize("selects", [False, True])
@@ -312,7 +312,7 @@ def test_uids_that_occur_twice_are_counted_with_an_example(tmp_path, caplog, sel
     assert "have the same uid" not in caplog.text
     write_manifest(tmp_path / "m", paths, Worker(), options)
     # 6 samples have a uid, but the uid of the first sample is 0, which counts as none
-    assert "1 of 5 samples have the same uid as another sample" in caplog.text
+    assert "1 of 5 samples have the uid of an earlier sample" in caplog.text
     assert uids[1] in caplog.text
 
 

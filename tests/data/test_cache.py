@@ -105,7 +105,7 @@ def test_a_shard_that_has_changed_is_fetched_again(http, tmp_path):
 
 
 def test_sizes_beyond_the_cache_or_the_disk_are_refused(http, tmp_path):
-    with pytest.raises(UserError, match=r"00001.tar is 0.00 GB and does not fit .* raise data.cache_gb, which is"):
+    with pytest.raises(UserError, match=r"00001.tar takes .* GB and does not fit .* raise data.cache_gb .now "):
         cache_in(tmp_path, 0.5).path(url(http, 1), SIZE)
     with pytest.raises(UserError, match=r"^data.cache_gb=1e\+09 is more than the disk of .* holds"):
         ShardCache(tmp_path / "cache", 10**18)
@@ -141,7 +141,7 @@ def visit(cache: ShardCache, urls: list[str], barrier) -> None:
 
 
 def in_processes(visits: list[tuple[ShardCache, list[str]]]) -> None:
-    context = forks.context()  # its server has not used fsspec, which cannot be forked safely after its first use
+    context = forks.context()  # forks from a process that has not used fsspec, which is not fork-safe after a first use
     barrier = context.Barrier(len(visits))
     processes = [context.Process(target=visit, args=(*arguments, barrier)) for arguments in visits]
     for process in processes:
@@ -182,7 +182,7 @@ def test_processes_that_press_on_the_capacity_never_exceed_it(http, tmp_path):
 
 @pytest.mark.parametrize("wanted", [5, 6], ids=["the same shard", "another shard"])
 def test_a_killed_process_leaves_the_cache_usable(http, tmp_path, wanted):
-    """The process is killed while it holds a lock, reserved space and a partial file; the cache fits only one shard."""
+    """The process is killed while it holds a lock, reserved space and a partial file; one shard fills the cache."""
     http.gate.clear()
     cache = cache_in(tmp_path, 1, timeout=60)
     process = forks.context().Process(target=cache.path, args=(url(http, 5), SIZE))
@@ -260,6 +260,8 @@ def test_a_folder_of_others_is_refused(planted: str, temporary: Path, monkeypatc
         uid = os.getuid()
         folder.rename(temporary / f"neuclip_ds_shards-{uid + 1}")
         monkeypatch.setattr(os, "getuid", lambda: uid + 1)
-    with pytest.raises(UserError, match=r"^The shard cache .* only you can write to; set data.cache_dir\.$"):
+    with pytest.raises(
+        UserError, match=r"^The shard cache .* only you can write to; set data.cache_dir or TMPDIR to another folder\.$"
+    ):
         private_folder()
     assert not any(elsewhere.iterdir())

@@ -51,9 +51,9 @@ def test_a_byte_order_mark_is_no_part_of_a_caption(source):
 
 @pytest.mark.parametrize("source", ["", "text", "json", "json:", "txt:words", "jpg", ".txt", "a/b.txt"])
 def test_unknown_sources_are_refused(source):
-    with pytest.raises(UserError, match="is not a source: use txt, txt:lines, json:KEY"):
+    with pytest.raises(UserError, match=r"is not a source of captions .*: use txt, txt:lines, json:KEY"):
         Captions([source])
-    with pytest.raises(UserError, match=r"data\.captions is empty"):
+    with pytest.raises(UserError, match=r"data\.captions names no source"):
         Captions([])
 
 

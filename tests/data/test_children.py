@@ -42,7 +42,7 @@ def test_a_script_without_a_main_guard_starts_processes(given: str, tmp_path: Pa
     ("work", "arguments", "cause"),
     [
         (os._exit, [3], "ended with exit code 3"),
-        (signal.raise_signal, [signal.SIGKILL], "was killed .SIGKILL.; if memory ran out, use fewer processes"),
+        (signal.raise_signal, [signal.SIGKILL], "was killed .SIGKILL.; if memory ran out, close other programs"),
         (signal.raise_signal, [signal.SIGABRT], "was ended by SIGABRT"),
     ],
 )

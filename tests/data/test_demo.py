@@ -154,7 +154,7 @@ def test_objects_are_where_the_scene_says(shape: str, place: str, middle: tuple[
         dark = np.asarray(render(scene, 90, Random(seed)).convert("L")) < 100
         rows, columns = dark.nonzero()
         assert (int(columns.mean() // 30), int(rows.mean() // 30)) == middle
-        assert all(marks.min() > 0 and marks.max() < 89 for marks in (rows, columns))  # the whole object
+        assert all(marks.min() > 0 and marks.max() < 89 for marks in (rows, columns))  # no object is cut off
 
 
 def test_mistakes_change_nothing(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Check that samples of the first batches arrive before their shards, that no byte is fetched twice, and failures."""
+"""Check that the first batches' samples arrive before their shards, no byte arrives twice, and failures are handled."""
 
 import logging
 from collections.abc import Iterator
@@ -161,8 +161,8 @@ def test_a_shard_that_fails_in_pieces_is_fetched_whole(remote: Remote, fault: in
     name = "00001.tar"
     early = remote.early()
     early.begin([0])
-    early.fetch_batches(0, 1, in_turn=True)  # the server is known to support ranges
-    remote.http.faults[name] = [fault] * 50  # also for repeated attempts of the backend
+    early.fetch_batches(0, 1, in_turn=True)  # now the server is known to support ranges
+    remote.http.faults[name] = [fault] * 50  # enough for all attempts of the backend
     early.begin(range(SHARDS))
     early.fetch_batches(1, 3, in_turn=True)
     remote.http.faults.clear()

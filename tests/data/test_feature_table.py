@@ -117,7 +117,7 @@ def pixels_and_tokens(batch: RankBatch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _check_batches(communicator: Communicator, shards: Path, features: Path, staged: Path) -> None:
-    """Compare the rows of several epochs with the features of the batches, on a rank."""
+    """Compare the stored features in a rank's batches, over several epochs, with features of the batches' inputs."""
     data = open_training(shards, features, staged, communicator, workers=communicator.rank)
     steps = data.order.steps_per_epoch * LAST_EPOCH
     for begin in (0, steps - 3):  # from the start, and after a resume
@@ -138,7 +138,7 @@ def test_batches_contain_the_features_of_their_crops_and_captions(tmp_path: Path
 def test_stored_outputs_of_trunks_replace_the_inputs_of_the_same_samples(
     manifest: Manifest, features: Path, tmp_path: Path, sources: CaptionSources, names: list[str]
 ) -> None:
-    """With both, shards are not read, unless the draw of captions has weights."""
+    """If both trunks' outputs are stored, shards are not read, unless the draw of captions has weights."""
     tables = {}
     for name in names:
         tables[name] = FeatureTable(find_table(str(features)), manifest, CAPTIONS, only=CONTENTS[name])
@@ -192,7 +192,7 @@ def with_nan_in_first_row(part: FeaturePart) -> FeaturePart:
 @pytest.mark.parametrize(
     ("edit", "cause"),
     [
-        (without_first_row, "no stored features: embed omitted the sample"),
+        (without_first_row, "no stored features: neuclip-ds embed omitted the sample"),
         (with_nan_in_first_row, "stored features are not finite"),
     ],
 )
@@ -285,14 +285,14 @@ def test_remote_features_are_prefetched_and_replaced_files_are_fetched_again(
         ours, problems = open_table(url, manifest, cache).rows(index)
         assert not problems
         assert torch.equal(ours.image, open_table(other, manifest).rows(index)[0].image)
-        # and a run that reads them after it began with the first files ends
+        # a run that began with the first files ends when it reads the others
         begun = FeatureTable({**find_table(str(features)), "folder": url}, manifest, CAPTIONS, cache)
         with pytest.raises(UserError, match="has changed or is damaged: it was not written by the job"):
             begun.rows(index)
 
 
 def edit_embedding(folder: Path, features: Path, **changes: Any) -> Path:
-    """Return a copy of the features with other fields in embedding.json, None for fields that are removed."""
+    """Return a copy of the features with `changes` to the fields of embedding.json; None removes a field."""
     shutil.copytree(features, folder)
     path = folder / "embedding.json"
     embedding = {**json.loads(path.read_text()), **changes}
@@ -336,9 +336,9 @@ def test_tables_that_do_not_fit_the_data_are_refused(
         open_table(tmp_path, manifest)
     reordered = from_shards([manifest.shards[number] for number in (1, 0, 2)])
     for other in (reordered, Manifest(manifest.shards[:2])):
-        with pytest.raises(UserError, match=r"computed for other data, or for the shards in a different order"):
+        with pytest.raises(UserError, match=r"computed for other data or for the shards in a different order"):
             open_table(features, other)
-    with pytest.raises(UserError, match=r"set data.captions to the same sources"):
+    with pytest.raises(UserError, match=r"set data.captions to the sources of the features"):
         FeatureTable(find_table(str(features)), manifest, CAPTIONS[::-1])
     with pytest.raises(UserError, match=r"lacks the features of 1 of 4 shards \(00003.tar\): run neuclip-ds embed"):
         open_table(features, grown(shards, tmp_path))
@@ -386,7 +386,7 @@ def test_a_file_that_is_overwritten_while_it_is_mapped_ends_the_run(
         ({"image": np.zeros((7, 2, DIM + 1), np.float32)}, "its image features are float32 .*not float32"),
         ({"image": np.zeros((7, 2, DIM), np.float16)}, "its image features are float16"),
         ({"image": None}, "its image features are missing"),
-        ({"index": np.arange(7)}, "its indices are 0 to 6, but those of the shard start at 5"),
+        ({"index": np.arange(7)}, "its samples have the indices 0 to 6, but those of the shard have the indices 5 to"),
         ({"index": np.array([5, 6, 8, 7, 9, 10, 11])}, "not in ascending order"),
         ({"first_caption": None}, "does not list which captions"),
         ({"samples": 8}, "belongs to shard 1 with 8 samples, not to shard 1 with 7"),
@@ -408,7 +408,7 @@ def test_tables_of_one_caption_need_samples_of_one_caption(tmp_path: Path, manif
     assert stored.image is None
     drawn = torch.cat([torch.tensor(read_part(tmp_path, shard).first_caption) for shard in range(3)])
     assert torch.equal(table.rows(index, caption=drawn)[0].text, stored.text)
-    with pytest.raises(UserError, match="embed the data with --all-captions"):
+    with pytest.raises(UserError, match="run neuclip-ds embed with --all-captions"):
         table.rows(index, caption=(drawn + 1) % 2)
 
 

@@ -181,7 +181,7 @@ def png_16(channels: int, color: int) -> bytes:
 def test_16_bits_a_channel_become_their_high_byte(name: str, channels: int, color: int) -> None:
     found = pixels_of(DECODERS[name](png_16(channels, color), None))
     expected = RAMP.astype(np.uint16) >> 8
-    assert (found[:, :, 0] == expected).all()  # PIL alone would clip: 254 of 256 would become white
+    assert (found[:, :, 0] == expected).all()  # PIL alone would clip: 254 of 256 values would be white
 
 
 BAD = {

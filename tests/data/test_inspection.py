@@ -1,4 +1,4 @@
-"""Inspect a dataset: what is counted, what is shown, and the warnings of `inspect` and of a run's start."""
+"""Check the counts, the examples and the warnings of `neuclip-ds inspect`, and the warnings at the start of a run."""
 
 import logging
 from pathlib import Path
@@ -20,7 +20,7 @@ LONG = "one two three four five six seven eight"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """30 pairs of equal captions, with a broken image, a missing caption, a repeated and a wide image."""
+    """Return a folder of 30 pairs: a broken, a repeated and a wide image, a missing caption, and 29 equal captions."""
     replace = {index: {"jpg": jpeg(index), "txt": b"the same words " * 20} for index in range(30)}
     replace[3]["jpg"] = b"not an image"
     del replace[4]["txt"]
@@ -46,7 +46,7 @@ def test_truncated_captions_are_found_with_any_context(context: int) -> None:
     tokenize = train_bpe([LONG] * 3, 400, context)
     lengths = caption_lengths([LONG, "one", "one two"], tokenize, context)
     words = len(LONG.split())
-    needed = np.array([words + 2, 3, 4])  # each word is a token; BOS and EOS
+    needed = np.array([words + 2, 3, 4])  # one token per word, and BOS and EOS
     assert lengths.truncated.tolist() == [bool(number > context) and number > 3 for number in needed]
     assert lengths.tokens.argmax() == 0 and lengths.tokens.max() <= context
 

@@ -1,4 +1,4 @@
-"""Check that the interleave fits each node's cache, gives nodes separate streams, divides the batch and mixes well."""
+"""Check that an interleave fits in a node's cache, gives nodes separate streams, divides the batch and mixes well."""
 
 import math
 from collections.abc import Sequence

@@ -240,5 +240,5 @@ def test_only_files_of_the_folder_are_opened(folder: Path, name: str | None) -> 
     if name is None:
         assert load_manifest(folder).samples is None
     else:
-        with pytest.raises(UserError, match="not a file of sample tables"):
+        with pytest.raises(UserError, match="a file that cannot contain sample tables"):
             load_manifest(folder)

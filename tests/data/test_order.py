@@ -1,4 +1,4 @@
-"""Check that orders are complete, mixtures keep their shares, and both are equal for all ranks, starts and versions."""
+"""Check that orders are complete, mixtures keep their shares, and both are equal for all ranks and starting steps."""
 
 import hashlib
 import itertools
@@ -80,9 +80,9 @@ def test_a_batch_takes_samples_from_all_streams():
 
 
 def test_impossible_orders_and_steps_are_refused():
-    with pytest.raises(UserError, match="must be positive"):
+    with pytest.raises(UserError, match="must be at least 0"):
         mixture_of([0, 0, 0])
-    with pytest.raises(UserError, match="drop_last=true leaves no batch of the 7 samples"):
+    with pytest.raises(UserError, match="drop_last=true leaves no batch, because 7 samples do not fill one"):
         order_of([7], 8, drop_last=True)
     with pytest.raises(UserError, match="contains 1 sample;"):
         order_of([1, 0], 8)

@@ -105,7 +105,7 @@ def write_csv(folder: Path) -> Path:
 
 
 def run(table: Path | str, out: Path, shard_size: int = 4, captions: tuple[str, ...] = (), **options: Any) -> Packed:
-    opened = open_table(str(table))
+    opened = open_table(str(table), "auto")
     return pack(opened, out, choose_columns(opened, captions=captions), shard_size, **options)
 
 
@@ -238,13 +238,13 @@ def test_unusable_tables_and_columns_are_refused(tmp_path: Path) -> None:
         UserError, match=r"no image column with a recognized name \(picture\); its columns are path, Caption, other"
     ):
         table.find_column(["picture"], "image", "name it")
-    with pytest.raises(UserError, match="has no column words; its columns are path, Caption, other"):
+    with pytest.raises(UserError, match=r"has no column words; name one of its columns \(path, Caption, other\)"):
         choose_columns(table, captions=["words"])
     for captions in (["Caption", "other"], ["json=Caption"], ["syn=Caption"]):
-        with pytest.raises(UserError, match="needs a separate member"):
+        with pytest.raises(UserError, match="with a different member"):
             choose_columns(table, captions=captions)
     (tmp_path / "b.parquet").write_bytes(b"no parquet")
-    for source, words in (("", "is not a table"), ("nothing", "is not a table"), ("b.parquet", "cannot be read")):
+    for source, words in (("", "is not a table"), ("nothing", "contains no table"), ("b.parquet", "cannot be read")):
         with pytest.raises(UserError, match=words):
             open_table(str(tmp_path / source))
 
@@ -330,6 +330,9 @@ def test_a_stray_quote_does_not_swallow_rows(tmp_path: Path, case: str, layout: 
     with pytest.raises(UserError, match=r"pairs\.tsv.* --quotes=off"):
         run(tmp_path / "pairs.tsv", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match=r"pairs\.tsv") as without_option:
+        list(open_table(str(tmp_path / "pairs.tsv")).read(names))
+    assert "--quotes" not in str(without_option.value)
     opened = open_table(str(tmp_path / "pairs.tsv"), "off")
     assert pack(opened, tmp_path / "out", choose_columns(opened)).pairs == len(captions)
     assert [sample["txt"].decode() for sample in samples_of(tmp_path / "out")] == captions

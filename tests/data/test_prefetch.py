@@ -114,7 +114,7 @@ def test_the_cache_is_filled_in_order_of_use_and_no_shard_in_use_is_evicted(http
 
 
 def test_shards_that_are_no_longer_needed_are_evicted_first(http: Files, tmp_path: Path) -> None:
-    """Blocks have three shards and the cache fits eight, so a new block must evict only shards of finished blocks."""
+    """A block has three shards and the cache holds eight, so a new block must evict only shards of finished blocks."""
     order, turns = order_of(shards=3), SHARDS // 3
     needed = [set().union(*(shards_of(order, 6 * turn + step) for step in range(6))) for turn in range(turns)]
     with prefetcher(ShardCache(tmp_path, 8 * SIZE, timeout=5), order, stored(http), end=6 * turns) as ahead:
@@ -152,7 +152,7 @@ def test_a_failed_prefetch_is_logged_and_left_to_the_readers(http: Files, tmp_pa
     with prefetcher(cache, order, shards):
         wait_for(lambda: held(tmp_path) == set(range(SHARDS)) - {3, 6})
     logged = log_file.read_text()
-    assert "cannot prefetch a shard" in logged and "00003.tar" in logged and "/nowhere/00006.tar" in logged
+    assert "could not be prefetched" in logged and "00003.tar" in logged and "/nowhere/00006.tar" in logged
     with pytest.raises(FetchError, match="does not exist"):
         cache.path(shards[3].path, SIZE)
 
@@ -166,7 +166,7 @@ def test_a_cache_that_is_too_small_is_named_once(http: Files, tmp_path: Path, lo
     assert first != second
     with prefetcher(cache, order, stored(http)) as ahead:
         wait_for(lambda: held(tmp_path) == first)
-        # the shards may arrive before the warning, and then end the block too early
+        # the shards may arrive before the warning, which would be lost if the block ended at once
         wait_for(lambda: "data.cache_gb" in log_file.read_text())
         ahead.advance(later)
         wait_for(lambda: held(tmp_path) == second)

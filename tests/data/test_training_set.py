@@ -1,4 +1,4 @@
-"""The training set and its sample order are chosen once and stored in checkpoints, including with weighted sources."""
+"""Check that the training set and its order are chosen once and stored in checkpoints, also for weighted sources."""
 
 import json
 import math
@@ -68,7 +68,7 @@ def test_a_cache_that_is_too_small_is_refused_at_first_and_reported_later(caplog
 
 @pytest.mark.parametrize(("manifest", "needed"), [("local", "0.06 GB"), ("remote", "0.33 GB")])
 def test_remote_features_need_room_in_the_cache(manifest: str, needed: str) -> None:
-    """They take 1 MB for each of the 60 shards, which take 4.5 MB each if they are remote."""
+    """The features of each of the 60 shards take 1 MB; if the shards are remote too, each of them takes 4.5 MB."""
     explicit = ["--data.cache_gb=0.05", "--data.shard_streams=32", "--data.shuffle_block_size=1000"]
     opened = set_of({"local": LOCAL, "remote": REMOTE}[manifest])
     feature_bytes = np.full(opened.manifest.n_shards, 1_000_000)
@@ -137,6 +137,11 @@ def test_a_resumed_run_keeps_its_held_out_pairs():
 def test_invalid_sources_are_refused(sources, words):
     with pytest.raises(ValueError, match=words):
         DataConfig.model_validate({"train": sources})
+
+
+def test_a_mixture_refuses_drop_last():
+    with pytest.raises(ValueError, match="drop_last has no effect on a mixture of sources"):
+        DataConfig.model_validate({"train": [{"path": "a"}, {"path": "b"}], "drop_last": True})
 
 
 @pytest.mark.parametrize("path", ["/a/{a,b}.tar", "/a,b", "/a/[ab].tar", "[ab].tar", "a::b", "7"])

@@ -91,7 +91,7 @@ def test_a_worker_that_was_killed_meanwhile_is_replaced(pool: WorkerPool, caplog
     after, results = run(pool, list(range(30)))
     assert results == squares(list(range(30)))
     assert after & before == {max(before)} and len(after) == 2
-    assert "replacing the process (attempt 1 of 2)" in caplog.text
+    assert "replacing a loader process (attempt 1 of 2)" in caplog.text
 
 
 def test_an_error_of_a_job_is_raised_and_stops_the_workers(pool: WorkerPool) -> None:

@@ -115,7 +115,7 @@ def one_rank(rank: int, folder: str, work: str, local_rank: int = 0, message: by
     with failure_detector.FailureDetector(
         RankEnvironment(rank, local_rank, RANKS), open_store(rank, serve=False), "127.0.0.1"
     ):
-        store.set(f"in {rank}", "")  # as the process group does, which a run creates next
+        store.set(f"in {rank}", "")  # as a run's process group does when it connects
         store.wait([f"in {other}" for other in range(RANKS)])
         if message and rank == 1:
             store.set("error", message)

@@ -93,7 +93,7 @@ def test_ranks_with_different_devices_or_versions_of_nccl_are_refused(monkeypatc
     for other, devices in ((cpu, "cpu, gloo"), (other_nccl, r"cuda, nccl 2.29.3")):
         first, second = outcomes([(0, 2, gpu), (1, 2, other)])
         assert first == second
-        assert re.search(rf"^Rank \d on .* in devices \(.*{devices}", first) and "cuda, nccl 2.30.7" in first
+        assert re.search(rf"^Rank \d on .* in its devices \(.*{devices}", first) and "cuda, nccl 2.30.7" in first
 
 
 def test_the_problem_of_one_rank_ends_all_ranks_at_once() -> None:

@@ -60,7 +60,7 @@ def resume(communicator: Communicator, folder: Path) -> dict[str, Any]:
 
 
 def uninterrupted() -> dict[str, Any]:
-    """Return the same results of one rank that does not stop."""
+    """Return the results of the same two steps on one rank that is not interrupted."""
     results = {}
     for name in VARIANTS:
         loss = build(name, Communicator())

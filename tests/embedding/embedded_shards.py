@@ -38,7 +38,7 @@ def members(index: int) -> dict[str, bytes]:
 
 
 def write_samples(folder: Path) -> Manifest:
-    """Write 21 samples to four shards: number 6 has a broken image, number 13 no caption, and odd numbers no uid."""
+    """Write 21 samples to four shards: 6 has a broken image, 13 lacks a caption, and odd ones lack a uid."""
     folder.mkdir()
     first_of_shard = 0
     for shard, size in enumerate(SHARD_SIZES):

@@ -142,7 +142,7 @@ def test_a_shard_that_cannot_be_read_has_no_part_until_it_can(tmp_path: Path) ->
 
 
 def test_single_encoders_need_only_their_part_of_a_sample(tmp_path: Path, manifest: Manifest) -> None:
-    """Sample 6 has a broken image, and sample 13 no caption."""
+    """Sample 6 has a broken image, and sample 13 has no caption."""
     images = tmp_path / "images"
     texts = tmp_path / "texts"
     assert write(images, manifest, text_width=None, output="trunk").samples == 20

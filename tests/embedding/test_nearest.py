@@ -95,7 +95,7 @@ def test_unusable_images_and_missing_captions_are_omitted(
     captions = [members(index)["txt"].decode().strip() for index in with_caption]
     assert np.allclose(features.images.values, encode_images(pixels), atol=1e-6)
     assert np.allclose(features.captions.values, encode_captions(tokenize(captions)), atol=1e-6)
-    assert "1 of 21 images are omitted" in caplog.text
+    assert "omitted 1 of 21 images" in caplog.text
 
 
 def test_stored_features_equal_computed_ones(manifest: Manifest, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_only_uids_in_every_other_list_are_kept(tmp_path: Path, pool: Path) -> N
     [
         ("similarity", Rule(), "uid", "has no column similarity: choose --column from uid, score, words"),
         ("words", Rule(minimum=0.0), "uid", "choose another --column"),
-        ("score", Rule(minimum=2.0), "uid", "None of 8 samples is kept"),
+        ("score", Rule(minimum=2.0), "uid", "None of the 8 samples is kept"),
         ("score", Rule(minimum=0.0), "words", "has a uid of 32 hex digits: pass the column of uids"),
     ],
 )
@@ -104,6 +104,12 @@ def test_a_file_that_is_not_parquet_is_named(tmp_path: Path, pool: Path, name: s
         select([tmp_path / name, pool], "score", Rule(minimum=0.0), tmp_path / "kept.npy")
     with pytest.raises(UserError, match=rf"cannot be read.*{name}"):
         select([pool, tmp_path / name], "score", Rule(minimum=0.0), tmp_path / "kept.npy")
+
+
+def test_features_without_a_complete_part_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "embedding.json").write_text("{}")
+    with pytest.raises(UserError, match="contains no complete part yet"):
+        select([tmp_path], "similarity", Rule(top=0.5), tmp_path / "kept.npy")
 
 
 def test_linked_folders_count_and_hidden_files_do_not(tmp_path: Path, pool: Path) -> None:
@@ -157,10 +163,10 @@ def test_of_near_duplicates_the_best_stays(tmp_path: Path, dtype: str) -> None:
     assert read_uids(out) == sorted(parse_uid(uids[row]) for row in kept)
     assert selection.kept == len(kept) < 60
     assert selection.refined > 20
-    with pytest.raises(UserError, match="lacks features"):
+    with pytest.raises(UserError, match="needs image features"):
         drop_near_duplicates([tmp_path], "similarity", 0.95, listed, np.load(out))
 
-    # every dropped sample is listed with the kept one that is nearest to it
+    # every dropped sample is listed with a kept one that is near it: here, always the nearest
     header, *lines = listed.read_text().splitlines()
     assert header == "dropped,kept,cosine"
     assert len(lines) == selection.refined

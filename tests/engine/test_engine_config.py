@@ -108,7 +108,7 @@ def test_the_lean_step_is_refused_where_its_result_would_differ(
 
 
 def test_the_error_for_a_missing_file_lists_the_known_names() -> None:
-    with pytest.raises(UserError, match=r"neither a file nor a name in ds_configs/ .*zero1_bf16"):
+    with pytest.raises(UserError, match=r"neither a file nor one of the names in ds_configs/: .*zero1_bf16"):
         load_engine_config(config("zero5"), world_size=1)
 
 

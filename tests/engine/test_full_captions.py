@@ -1,4 +1,4 @@
-"""The trial of a micro-batch of full-length captions changes no state: training after it keeps all bits."""
+"""The trial of a micro-batch of full-length captions changes no state: training gives the same bits without it."""
 
 from __future__ import annotations
 

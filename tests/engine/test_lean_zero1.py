@@ -26,7 +26,7 @@ from neuclip_ds.engine.engine import Engine
 from neuclip_ds.engine.start import start_engine
 from neuclip_ds.models.build import build_dual_encoder
 
-SMALL_BUCKET = 3_000  # elements: fewer than all matrices have, and more than all vectors
+SMALL_BUCKET = 3_000  # elements: fewer than the matrices have together, and more than the vectors
 ROWS = 12  # divisible by two ranks and three micro-batches
 STEPS = 5
 NOT_FINITE = 2  # step whose gradient is infinite on the last rank

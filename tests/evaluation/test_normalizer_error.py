@@ -290,7 +290,7 @@ def reference(loss_fn: Any, name: str, anchors: Tensor = VALID) -> dict[str, flo
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_error_is_that_of_the_estimates_in_the_methods_state(run_ranks: Any, name: str) -> None:
-    """Also with some anchors, the first 15 valid samples, against all samples."""
+    """Compare with all samples as anchors, and with the first 15 valid samples as anchors against all samples."""
     some_anchors = ORDER[torch.isin(ORDER, VALID)][:15]
     some = {"anchors": 15, "order": ORDER[: 2 * BATCH]}  # the second batch is still complete
 

@@ -168,7 +168,7 @@ def test_imagenet_without_open_clip_is_refused(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("width", [1, 4])
 @pytest.mark.parametrize("first", [0, 1])
 def test_folders_of_numbers_are_sorted_by_number(tmp_path: Path, width: int, first: int) -> None:
-    """As in ImageNetV2, whose folders are 0 to 999 without leading zeros."""
+    """ImageNetV2's folders, for example, are 0 to 999 without leading zeros."""
     folders = [f"{number:0{width}d}" for number in range(first, first + 12)]
     write(tmp_path, [f"{name}/a.jpg" for name in folders])
     (tmp_path / "classnames.txt").write_text("".join(f"class {number}\n" for number in range(12)))

@@ -98,7 +98,7 @@ def test_unknown_repeated_and_unusable_sets_are_errors(tmp_path: Path) -> None:
         tasks_in(root, names=("pts",))
     with pytest.raises(UserError, match="2 evaluation sets are called pets; pass them as NAME=PATH"):
         tasks_in(root / "pets", write_user_sets(tmp_path / "b") / "pets")
-    with pytest.raises(UserError, match="is not a folder; pass the one"):
+    with pytest.raises(UserError, match="is neither a folder nor an evaluation set"):
         tasks_in(root / "notes.md")
     with pytest.raises(UserError, match=r"a table \(\.csv, \.tsv"):
         tasks_in(root / "images")

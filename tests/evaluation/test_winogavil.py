@@ -75,7 +75,7 @@ def test_the_prompts_article_fits_the_cue() -> None:
         ),
         (
             {"json": b'{"cue": "1", "candidates": ["a"], "associations": ["a"]}', "1.jpg": b"1"},
-            r"no image; add one of 0\.jpg",
+            r"no image; add a member with one of the extensions 0\.jpg",
         ),
     ],
 )

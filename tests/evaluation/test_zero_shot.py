@@ -115,8 +115,8 @@ def test_class_embedding_is_the_normalized_mean_over_templates(tmp_path, run_ran
         ("classnames.txt", "", r"classnames\.txt is empty"),
         ("zeroshot_classification_templates.txt", "a {c}\n\n{c}\n", r"'' lacks \{c\}"),
         ("zeroshot_classification_templates.txt", "a {c}\na {}\n", r"'a \{\}' lacks \{c\}"),
-        ("test/nshards.txt", "two\n", r"nshards\.txt holds 'two'"),
-        ("test/nshards.txt", "0\n", r"nshards\.txt holds '0'"),
+        ("test/nshards.txt", "two\n", r"nshards\.txt contains 'two'"),
+        ("test/nshards.txt", "0\n", r"nshards\.txt contains '0'"),
     ],
 )
 def test_a_missing_or_malformed_file_is_named(tmp_path, file, content, message):

@@ -177,7 +177,7 @@ def expanding_aliases(value: str) -> str:
         ("include: demo", "is not a list of recipes"),
         ("objective: {method: [gcl]}", "objective.method=['gcl'] is unknown"),
         ("run: 5", "run=5"),
-        ("{" + ", ".join(f"k{number}: 1" for number in range(50)) + "}", "and 45 more"),
+        ("{" + ", ".join(f"k{number}: 1" for number in range(50)) + "}", "and 45 more problems"),
     ],
 )
 def test_invalid_recipes_are_refused_in_one_line(text: str | bytes, words: str, tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_recipes_may_have_empty_sections_and_other_encodings(encoding: str, tmp_
 
 @pytest.mark.parametrize(
     ("zero", "words"),
-    [('{"stage": "two"}', "zero_optimization.stage"), ('{"allgather_bucket_size": "x"}', "DeepSpeed refuses")],
+    [('{"stage": "two"}', "zero_optimization.stage"), ('{"allgather_bucket_size": "x"}', "DeepSpeed rejects")],
 )
 def test_all_ranks_refuse_an_invalid_engine_config(zero: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "engine.json").write_text(f'{{"zero_optimization": {zero}}}')

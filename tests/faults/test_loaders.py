@@ -132,7 +132,7 @@ def test_a_run_with_killed_workers_equals_an_undisturbed_one(shards: Path, tmp_p
         done = [program.wait() for program in programs]
     assert [one.returncode for one in done] == [0] * ranks, [one.stderr for one in done]
     assert len(killed) >= 2
-    assert sum(one.stderr.count("replacing the process") for one in done) >= 1
+    assert sum(one.stderr.count("replacing a loader process") for one in done) >= 1
     assert what_was_trained(tmp_path / "hit") == what_was_trained(tmp_path / "calm")
 
 

@@ -228,7 +228,7 @@ def test_a_passing_fault_costs_the_steps_since_the_checkpoint_and_a_lasting_one_
     (event,) = records(tmp_path / "broken" / "run" / "events.jsonl")
     assert (event["step"], event["kind"]) == (3, "rolled_back")
     assert len(event["indices"]) == 2 * 4  # the samples of rank 1 in both steps
-    assert event["message"].startswith("steps 5 to 6 were skipped: in the last, the features of samples [")
+    assert event["message"].startswith("steps 5 to 6 were skipped: in the last step, the features of samples [")
     broken, whole = (newest_checkpoint(tmp_path / name) for name in ("broken", "whole"))
     assert broken.name == "step_000000007"
     for path in whole.rglob("*.safetensors"):

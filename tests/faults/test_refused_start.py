@@ -22,7 +22,7 @@ from neuclip_ds.training.checks import config_warnings
 pytestmark = pytest.mark.usefixtures("quick_meta_models")
 ONE_RANK = RankEnvironment(rank=0, local_rank=0, world_size=1)
 OPTIONS = ("--run.checkpoint_every=2", "--run.log_every=1", "--optimizer.warmup_steps=50", "--optimizer.min_lr=1")
-WARNINGS = (  # about the last two of these options
+WARNINGS = (  # about the last two of OPTIONS
     "optimizer.warmup_steps=50 is not shorter than the run of 2 steps: it is shortened to 0, a tenth of the run.",
     "optimizer.min_lr=1 is above optimizer.lr=0.001",
 )

@@ -38,7 +38,7 @@ def assert_stopped(done: list[CompletedProcess[str]], number: int) -> str:
     printed = "".join(rank.stderr for rank in done)
     assert [rank.returncode for rank in done] == [128 + number] * len(done), printed
     assert "Traceback" not in printed
-    assert printed.count(f"by {signal.Signals(number).name}; the same command resumes.") == 1, printed
+    assert printed.count(f"by {signal.Signals(number).name}; to continue, run the same command again.") == 1, printed
     return printed
 
 
@@ -262,5 +262,5 @@ def test_a_signal_at_any_time_ends_all_ranks_with_one_exit_code(shards: Path, tm
         assert "Traceback" not in printed, printed
         codes = {rank.returncode for rank in done}
         assert codes in ({0}, {128 + number}), printed
-        lines = printed.count(f"by {signal.Signals(number).name}; the same command resumes.")
+        lines = printed.count(f"by {signal.Signals(number).name}; to continue, run the same command again.")
         assert codes == {0} or 1 <= lines <= len(signaled), printed

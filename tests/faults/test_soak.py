@@ -35,9 +35,9 @@ _OPTIONS = [
     "--run.checkpoint_every=100",
     "--epochs=1e6",
 ]
-_SETTLES = 0.25  # initial fraction of a process's lifetime that is excluded from its slopes
+_SETTLES = 0.25  # initial fraction of a process's lifetime in which its resource usage may grow
 _ROOM = 200_000  # bytes that are left free on a full disk
-_LIFE = 300.0  # minimum number of seconds for a slope
+_LIFE = 300.0  # shortest time in seconds from which a slope is computed
 
 
 class Snapshot(NamedTuple):

@@ -86,7 +86,7 @@ def test_every_deepspeed_file_trains_on_packed_captions(passes: int, device: str
 
 
 def test_packed_captions_in_bf16_are_padded_captions(device: str) -> None:
-    """On a GPU, attention to packed captions is a kernel of its own."""
+    """On a GPU, attention to packed captions uses a different kernel from attention to padded captions."""
     tower = built(clip_tower).to(device, torch.bfloat16)
     tokens = captions_of([1, 3, 14, 6, 20, 20, 0]).to(device)
     tower.packed = False

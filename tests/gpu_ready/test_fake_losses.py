@@ -115,7 +115,7 @@ def test_the_loss_of_other_training_loops_waits_only_to_validate(name: str, vali
 
 @pytest.mark.parametrize("world_size", RANKS)
 def test_a_gather_of_host_tensors_over_nccl_alone_waits_only_for_its_own_stream(world_size: int) -> None:
-    """A group that supports only GPU tensors: the copy to the host does not wait for towers that are launched later."""
+    """With NCCL alone, the copy to the host does not wait for towers that are launched after the gather."""
     index = torch.arange(ROWS)
     with fake_cuda() as gpu:
         pending = GpuRank(world_size, only_nccl=True).begin_host_gather(index, "features")

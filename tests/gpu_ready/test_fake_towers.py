@@ -151,9 +151,10 @@ def test_a_training_step_of_frozen_parts_and_adapters(micro: int) -> None:
 def test_the_host_waits_for_nothing_before_both_towers_are_launched(
     micro: int, world_size: int, towers: DualEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither for the device nor for tensors in host memory from other ranks.
+    """The host waits neither for the device nor for tensors in host memory from other ranks.
 
-    On one rank, the image tower's long kernels come first; on several, the text tower's features, which are gathered.
+    On one rank, the image tower runs first, because its kernels take longer. On several ranks, the text tower runs
+    first, so that its features are gathered while the image tower runs.
     """
     towers_in_order = ["vision tower", "text tower"] if world_size == 1 else ["text tower", "vision tower"]
     events: list[str] = []

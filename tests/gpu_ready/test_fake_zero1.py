@@ -169,7 +169,7 @@ def test_the_lean_step_launches_less_moves_less_and_waits_once() -> None:
 
 
 def test_most_buckets_are_reduced_during_the_backward_pass() -> None:
-    """The buckets' sums do not return to all ranks; after them, the norms are summed and the weights gathered."""
+    """A bucket is reduced to the ranks that store it; afterward, the norms are summed, and the weights are gathered."""
     collectives = costs(True, 8, *SHALLOW).collectives
     names = [name for name, _ in collectives]
     sums = names[:-3]
@@ -197,7 +197,7 @@ REFERENCE = ("--objective.method=fastclip_v1", "--objective.reference_model=not-
 
 
 def test_a_reference_model_adds_few_launches_and_bytes_to_a_step() -> None:
-    """What it adds does not depend on the towers' depth; a whole ViT-B/16 has about 2,100 launches per step."""
+    """The added costs do not depend on the towers' depth; a step of a whole ViT-B/16 has about 2,100 launches."""
     plain = costs(False, 8, *SHALLOW, "--objective.method=fastclip_v1", rows=640)
     steered = costs(False, 8, *SHALLOW, *REFERENCE, rows=640, stored_width=512)
     assert steered.launches - plain.launches <= 0.03 * 2_100

@@ -83,7 +83,7 @@ def fastclip_v0_released_code(image: Tensor, text: Tensor, tau: Tensor, u: Tenso
 
 
 def robust_tau_gradient(image: Tensor, text: Tensor, tau: Tensor, u: Tensor, eps: float, rho: float) -> Tensor:
-    """Return FastCLIP eq. 10: the mean of log(eps + u1) + log(eps + u2), plus 2 rho, plus tau times the data term."""
+    """Return tau's gradient, FastCLIP eq. 10: mean of log(eps + u1) + log(eps + u2), + 2 rho + tau x the data term."""
     leaf = tau.detach().clone().requires_grad_()
     g = mean_exponentials(image, text, leaf)
     (grad_tau,) = torch.autograd.grad((g / (eps + u)).mean(1).sum(), leaf)
@@ -110,7 +110,7 @@ def neuclip(
     rho: float,
     reading: str = "full",
 ) -> Tensor:
-    """Return NeuCLIP eq. 12; `reading` says which part of alpha is constant in the gradient."""
+    """Return NeuCLIP eq. 12; `reading` (see `conjugate`) selects the part of alpha that is constant in the gradient."""
     return 2 * rho * tau + tau * conjugate(image, text, tau, alphas(image, text, tau, w1, w2, eps), eps, reading)
 
 

@@ -54,7 +54,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a training loop leaves behind on one rank."""
+    """The final state of a training loop on one rank, and its calls to the loss."""
 
     weights: dict[str, Tensor]
     gradients: dict[str, Tensor]  # from the last step, if the loop keeps them

@@ -18,7 +18,7 @@ def infonce(image: Tensor, text: Tensor, index: Tensor) -> Tensor:
 
 
 def test_infonce_by_autograd_equals_the_closed_form() -> None:
-    """Also with invalid rows that contain NaN, and in evaluation."""
+    """Compare training calls, with and without invalid rows that contain NaN, and an evaluation."""
     by_autograd = build_loss(autograd_loss(infonce))
     closed_form = build_loss("openclip", temperature={"lr": 0.0})
     for number, valid in enumerate((None, torch.arange(12) % 3 > 0)):

@@ -91,7 +91,7 @@ def compare_with_one_call(communicator: Communicator) -> int:
 
 
 def test_features_sent_in_micro_batches_give_the_bits_of_one_call() -> None:
-    """Also with invalid rows, in evaluation mode, and on steps that send no features."""
+    """The results are equal even with invalid rows, in evaluation mode, and on steps that send no features."""
     steps = 6 * len(CASES)
     assert compare_with_one_call(Communicator()) == steps
     assert run_ranks(2, compare_with_one_call) == [steps, steps]
@@ -256,7 +256,7 @@ def test_a_batch_with_fewer_than_two_valid_rows_is_an_error_on_all_ranks() -> No
     for messages in (lost_batch(Communicator()), *run_ranks(2, lost_batch)):
         assert len(messages) == 4
         for message in messages:
-            assert message.startswith(f"Step 1: only 1 of the batch's {ROWS} samples can be used")
+            assert message.startswith(f"Step 2: only 1 of the batch's {ROWS} samples can be used")
 
 
 def late_process_group(communicator: Communicator) -> float:

@@ -93,7 +93,7 @@ def steps(communicator: Communicator, chunk: int | None, distills: bool) -> dict
 
 
 def values_of(result: Result, loss_fn: ContrastiveLoss, communicator: Communicator, valid: Tensor) -> dict[str, Tensor]:
-    """Return the loss and all gradients; those of individual temperatures on one rank only."""
+    """Return the loss and all gradients; on several ranks, gradients for individual temperatures are omitted."""
     values = {"loss": result.loss, "image": result.image, "text": result.text, **scalar_gradients(loss_fn)}
     tables = loss_fn.function.row_tables()
     if "temperatures" in tables and communicator.world_size == 1:
@@ -191,7 +191,7 @@ def test_a_step_that_gathers_no_features_distills_local_rows() -> None:
 
 
 def open_clip_step(communicator: Communicator, tau: float, teacher_tau: float) -> list[list[Tensor]]:
-    """Return the loss, the gradients of this rank's features, and that of theta: open_clip's and ours."""
+    """Return open_clip's and our loss, gradients for this rank's features, and gradient for theta."""
     from open_clip.loss import DistillClipLoss
 
     share = ROWS // communicator.world_size

@@ -379,7 +379,9 @@ def test_without_a_compiler_the_functions_run_uncompiled(
         for _ in range(2):
             assert_compiled_equals_uncompiled(monkeypatch, PairLoss(), individual=False, columns=7)
     messages = [record.getMessage() for record in caplog.records]
-    assert messages == 2 * ["The objective runs slower, since torch.compile fails: no C compiler"], "once per function"
+    assert messages == 2 * [
+        "The loss runs uncompiled, and therefore slower, because torch.compile fails: no C compiler"
+    ], "once per function"
 
 
 def test_an_error_in_the_compiled_function_itself_is_raised(

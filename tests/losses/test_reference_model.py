@@ -203,7 +203,7 @@ def assert_equal_to_autograd(ranks: list[dict[str, list[dict[str, Tensor]]]]) ->
 def test_gradients_equal_autograd(
     chunk: int | None, micro_batches: tuple[int, int] | None, factors: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With features, loss, temperature; in blocks, in micro-batches, and with the arithmetic of CPUs and of GPUs."""
+    """Test whole batches with the arithmetic of CPUs, and blocks and micro-batches with the arithmetic of GPUs."""
     monkeypatch.setattr(pairs_module, "factors_exponentials", lambda device_type: factors)
     assert_equal_to_autograd([run_steps(Communicator(), chunk, micro_batches)])
 
@@ -228,7 +228,7 @@ def test_a_reference_that_equals_the_features_leaves_uniform_normalizers(method:
 
 
 def test_stored_rows_are_sent_like_features() -> None:
-    """They are rounded to the communication dtype and counted under a separate name."""
+    """Stored rows are rounded to the communication dtype, and their traffic is counted under a separate name."""
     image, text = pairs(ROWS, DIM)
     reference = pairs(ROWS, REFERENCE_DIM, seed=1)
     rounded = (reference[0].bfloat16().double(), reference[1].bfloat16().double())

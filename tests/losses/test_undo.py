@@ -53,7 +53,7 @@ def same_state(state: dict[str, object], other: dict[str, object]) -> bool:
 
 
 def test_undo_restores_all_state_of_every_loss() -> None:
-    """Also prototypes, networks, queues and the statistics of samples that repeat from an earlier call."""
+    """The state includes prototypes, networks, queues, and statistics of samples that an earlier call contained."""
     assert undo_calls(Communicator(), LOSSES) == LOSSES
     assert run_ranks(2, undo_calls, LOSSES) == [LOSSES, LOSSES]
 

@@ -48,7 +48,7 @@ def built(class_token_only: Any, options: Mapping[str, Any] = {}) -> VisionTower
 
 
 def run(tower: VisionTower) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Return the features and the gradients by parameter name; what is dropped at random depends only on the seed."""
+    """Return the features and the gradients by parameter name; dropout masks and dropped paths have a fixed seed."""
     torch.manual_seed(1)
     features = tower(PIXELS)
     (features * torch.linspace(-1, 1, features.numel(), dtype=features.dtype).view_as(features)).sum().backward()

@@ -45,7 +45,7 @@ def built(options: Mapping[str, Any] = {}) -> DualEncoder:
 
 
 def features_and_gradients(model: DualEncoder, length: int) -> list[Tensor]:
-    """Run a batch with captions of `length` tokens; what is dropped at random depends only on the seed."""
+    """Return features and gradients of a batch with captions of `length` tokens, which is also the seed of dropout."""
     torch.manual_seed(length)
     image = torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8)
     tokens = torch.randint(2, 300, (3, length))
@@ -65,7 +65,7 @@ def assert_equal_features(compiled: DualEncoder, plain: DualEncoder, length: int
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_blocks_share_three_graphs_over_captions_of_every_length(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The image blocks, the last image block, which computes only the class token, and the text blocks."""
+    """One graph is for image blocks, one for the last image block (class token only), and one for text blocks."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     model = built()
     names = list(model.state_dict())
@@ -147,6 +147,6 @@ def test_auto_means_blocks_on_gpus_with_a_compiler_and_without_zero_3(monkeypatc
 
 
 def test_true_is_refused_with_a_hint() -> None:
-    with pytest.raises(ValueError, match="set compile=blocks"):
+    with pytest.raises(ValueError, match="use blocks or towers"):
         ModelConfig.model_validate({"compile": "true"})
     assert ModelConfig.model_validate({"compile": "false"}).compile is False

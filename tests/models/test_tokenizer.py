@@ -114,5 +114,5 @@ def test_a_tokenizer_without_an_end_token_and_a_missing_one_are_refused(tmp_path
     with pytest.raises(UserError, match="neither an EOS nor a SEP"):
         CaptionTokenizer.closed(word_level(bos_token="<s>", pad_token="[PAD]"), 5)
     for name in ("no-such/tokenizer", tmp_path):
-        with pytest.raises(UserError, match=r"cannot read a tokenizer.*'neuclip_ds\[siglip\]'"):
+        with pytest.raises(UserError, match=r"cannot load the tokenizer.*'neuclip_ds\[siglip\]'"):
             CaptionTokenizer.load(name, 12)

@@ -253,7 +253,7 @@ def test_a_named_tokenizer_gives_its_own_vocabulary() -> None:
     [("vit_small_patch16_dinov3", 64, (0.485, 0.456, 0.406)), ("vit_base_patch16_siglip_256", 256, (0.5, 0.5, 0.5))],
 )
 def test_towers_of_dinov3_and_siglip_2_are_built(name: str, image_size: int, statistics: tuple[float, ...]) -> None:
-    """DINOv3 pools the mean of its patches, SigLIP 2 with attention: all tokens of the last block count."""
+    """DINOv3 pools the mean over patches, and SigLIP 2 pools by attention: both need all tokens of the last block."""
     sizes = {"embed_dim": 48, "depth": 2, "num_heads": 2}
     vision = VisionConfig(name=name, image_size=image_size, options=sizes)
     pretrained_cfg = timm.get_pretrained_cfg(name)

@@ -143,8 +143,8 @@ def test_gradients_reach_what_trains_and_nothing_else(adapters: dict[str, int], 
         (["model.vision.trainable=some"], "model.vision.trainable: 'some' is not valid; use all, projection"),
         (["model.activation_checkpointing=-1"], "'-1' is not valid; use true, false or a number of blocks"),
         (["model.vision.trainable=-1"], "model.vision.trainable: '-1' is not valid; use all, projection"),
-        (["model.lora.rank=4", "model.vision.trainable=all", "model.text.trainable=all"], "no weights for lora"),
-        (["model.lora.rank=4", "model.vision.trainable=projection", "model.text.trainable=all"], "no weights for lora"),
+        (["model.lora.rank=4", "model.vision.trainable=all", "model.text.trainable=all"], "no frozen blocks"),
+        (["model.lora.rank=4", "model.vision.trainable=projection", "model.text.trainable=all"], "no frozen blocks"),
         (["optimizer.lr=0", "optimizer.text_lr=1e-3"], "lr=0 leaves no schedule"),
     ],
 )
@@ -169,7 +169,8 @@ def test_a_locked_pretrained_tower_has_no_projection_of_its_own() -> None:
 def test_frozen_random_weights_are_reported() -> None:
     warnings = config_warnings(config_of(model={"text": {"trainable": "frozen"}}), 1000)
     assert warnings == [
-        "model.text.trainable=frozen freezes random weights: set model.pretrained or model.text.pretrained."
+        "model.text.trainable=frozen freezes random weights: set model.pretrained or model.text.pretrained, or train "
+        "the tower (model.text.trainable=all)."
     ]
     pretrained = validate({"model": {"text": {"trainable": "frozen"}, "pretrained": "weights"}})
     assert config_warnings(pretrained, 1000) == []

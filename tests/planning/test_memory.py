@@ -142,7 +142,7 @@ def allocated_peak(work: Callable[[], object]) -> int:
 
 
 PARTS = ["--model.vision.trainable=all", "--model.vision.trainable=1", "--model.lora.rank=4"]
-# checkpointing, packed captions, trained part: each pair of values of two of them occurs in one of these
+# (checkpointing, packed captions, trained part); for any two of these options, all combinations of their values occur
 QUICK_PASSES = [
     ("false", "false", PARTS[0]),
     ("true", "true", PARTS[0]),

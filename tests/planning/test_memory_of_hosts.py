@@ -127,4 +127,4 @@ def test_a_machine_with_less_memory_is_reported(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(host_memory, "SHARED_MEMORY", Path("/nowhere"))
     assert shortages(nothing, LoaderMemory(2 * free, 0, 2), "cpu") == []
     (warning,) = shortages(nothing._replace(moments={"in the towers": 10**15}), LoaderMemory(0, 0, 1), "cpu")
-    assert "1,000,000.0 GB (computed), but this machine" in warning
+    assert "1,000,000.00 GB (computed), but this machine" in warning

@@ -1,4 +1,4 @@
-"""The history of a run's launches says when each ran and which options it changed, whatever ended it."""
+"""The history records when each launch of a run began and ended, and which options it changed, however it ended."""
 
 from dataclasses import dataclass
 from datetime import date, timedelta
@@ -63,5 +63,5 @@ def test_times_without_a_zone_and_dates_among_the_options_are_no_error(tmp_path:
 
 def test_a_run_that_is_longer_than_its_config_is_refused() -> None:
     check_length(141, 141)
-    with pytest.raises(UserError, match=r"329 steps, more than the 141 .* raise them"):
+    with pytest.raises(UserError, match=r"329 steps, more than the 141 .* raise max_steps"):
         check_length(329, 141)

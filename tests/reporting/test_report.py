@@ -102,7 +102,7 @@ def test_example_retrievals_are_shown_and_damage_is_not(tmp_path: Path) -> None:
     assert re.search(r'<td><img src="data:image/jpeg,7".*<td class="own"><img src="data:image/jpeg,3"', page)
     for damaged in ("{", "[]", '{"queries": [{}]}'):
         (tmp_path / "retrieved.json").write_text(damaged)
-        assert "text to image retrieval" not in write_report(tmp_path).read_text()
+        assert "text-to-image retrieval" not in write_report(tmp_path).read_text()
 
 
 def test_damaged_files_of_a_run_are_omitted_or_named(tmp_path: Path) -> None:

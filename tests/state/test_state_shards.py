@@ -88,7 +88,7 @@ def test_an_error_names_the_missing_rows(tmp_path: Path) -> None:
     index["keys"][2] = []
     (tmp_path / "index.json").write_text(json.dumps(index))
     files = ShardFiles(tmp_path)
-    with pytest.raises(UserError, match=r"lacks rows 5 to 12 of a/b\.weight \(weight\)"):
+    with pytest.raises(UserError, match=r"lacks the rows \[5, 12\) of a/b\.weight \(weight\)"):
         files.read("a/b.weight", "weight")
     assert torch.equal(files.read("a/b.weight", "weight", 9, 12), elements("a/b.weight", "weight")[9:])
 
@@ -122,11 +122,11 @@ def test_tables_move_between_world_sizes(writers: int, readers: int, tmp_path: P
 
 def test_tables_of_other_data_or_methods_are_refused(tmp_path: Path) -> None:
     files = tables_of(tmp_path, 23, 2)
-    with pytest.raises(UserError, match="lacks rows 23 to 40 of samples/u"):
+    with pytest.raises(UserError, match=r"lacks the rows \[23, 40\) of samples/u"):
         files.fill(table(40, 0, 1))
     part = Partition.of(23, 0, 1)
     for tensors, words in [
-        ({"tau_image": torch.zeros(23)}, r"contains \['u', 'w'\], but this run needs \['tau_image'\]"),
+        ({"tau_image": torch.zeros(23)}, "each sample: u, w; but this run needs: tau_image"),
         ({"u": torch.zeros(23), "w": torch.zeros(23, 2)}, r"the rows of samples/w have shape \(3,\)"),
     ]:
         with pytest.raises(UserError, match=words):

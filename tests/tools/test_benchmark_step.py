@@ -29,9 +29,9 @@ def test_speed_is_that_between_the_points_after_the_warm_up(tmp_path: Path) -> N
         for step, wall in ((0, 100.0), (5, 160.0), (10, 170.0), (15, 172.0), (19, 174.0)):
             writer.add_scalar("loss", 1.0, step, walltime=wall)
     assert samples_per_second(tmp_path, "loss", 7, batch=32) == pytest.approx(9 * 32 / 4)
-    with pytest.raises(UserError, match="run more steps"):
+    with pytest.raises(UserError, match="raise --steps, or lower --log-every"):
         samples_per_second(tmp_path, "loss", 19, batch=32)
-    with pytest.raises(UserError, match="two points of train/loss"):
+    with pytest.raises(UserError, match="two TensorBoard points of train/loss"):
         samples_per_second(tmp_path, "train/loss", 0, batch=32)
 
 

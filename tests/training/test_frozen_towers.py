@@ -77,7 +77,7 @@ def embed(workspace: Path, model: str, out: str, *options: str) -> None:
 
 
 def options_of(workspace: Path, runs: Path, *options: str) -> list[str]:
-    """Return the options of a run; the values of some name a folder of the workspace."""
+    """Return the options of a run; a value of `options` that names a folder of the workspace becomes its path."""
     fixed = [
         "demo",
         *QUICK,
@@ -153,7 +153,7 @@ def test_two_ranks_with_micro_batches_train_like_one_rank_in_place(
 
 
 def test_crops_are_those_of_training(workspace: Path, tmp_path: Path) -> None:
-    """In the third epoch, training draws other crops in place than the two that are stored, but repeats the stored."""
+    """Only two epochs are equal: in the third, training in place draws new crops, and the stored ones are repeated."""
     options = [*HEADS, "data.crop_scale=0.5", "data.decoder=simplejpeg", "model.projection_dropout=0.2"]
     run(workspace, tmp_path / "in_place", *options, "max_steps=8")
     run(workspace, tmp_path / "stored", *options, "data.image_features=crops", "max_steps=8")
@@ -229,11 +229,11 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "checkpointing": ([*HEADS, *STORED, "model.activation_checkpointing=true"], "has no effect with"),
     "patch drop": ([*LIT, "model.vision.trainable=projection", "model.vision.patch_drop=0.5", STORED[0]], "no effect"),
     "augmentation": ([*HEADS, *STORED, "data.augment.gray_scale_prob=0.5"], r"data\.augment has no effect"),
-    "random crops": ([*HEADS, *STORED, "data.crop_scale=0.9"], r"set data\.crop_scale=1, or embed .* --crops"),
+    "random crops": ([*HEADS, *STORED, "data.crop_scale=0.9"], r"set data\.crop_scale=1, or run .*--crops"),
     "other crops": ([*HEADS, "data.image_features=crops", "data.crop_scale=0.9"], r"crop scale 0\.5"),
     "one caption": (
         [*HEADS, "data.text_features=one_caption"],
-        "contains features of one caption per sample.*--all-captions",
+        "contains features of only one caption per sample.*--all-captions",
     ),
     "joint features": ([*HEADS, "data.image_features=joint"], "contains joint features, but .* before the projection"),
     "no texts": ([*HEADS, "data.text_features=images"], "contains no text features"),
@@ -250,7 +250,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
             "model.vision.trainable=frozen",
             "data.image_features=images",
         ],
-        "was computed with model.vision.image_size",
+        "was computed with values of model.vision.image_size",
     ),
     "pooling": (
         [

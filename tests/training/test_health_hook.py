@@ -195,7 +195,7 @@ def test_skipped_steps_are_reported_with_their_samples_and_end_in_a_rollback(
     found = [(event.step, event.indices) for event in read_events(tmp_path)]
     assert found == [(step, [30, 33] if step == 3 else samples(step)) for step in range(1, 15) if step not in applied]
     assert "step 3 is skipped and changes nothing: the features of samples [30, 33] are not finite (l" in caplog.text
-    with pytest.raises(RollBack, match=r"^steps 6 to 15 were skipped: in the last, the loss or .*\[150"):
+    with pytest.raises(RollBack, match=r"^steps 6 to 15 were skipped: in the last step, the loss or .*\[150"):
         run_step(hook, loop, 15, applied=False)
     hook.close(loop, RollBack("back", tmp_path / "step_000000005"))
     back = next(event for event in read_events(tmp_path) if event.kind == "rolled_back")

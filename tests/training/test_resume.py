@@ -39,7 +39,7 @@ def kill_after(command: list[str], metrics: Path, steps: int, ranks: int = 1) ->
 def whole_and_broken(
     shards: Path, runs: Path, *options: str, ranks: int = 1, kills: Sequence[int] = (4, 7)
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """Return the outcomes of an uninterrupted run and of a run that is killed when these many steps are logged."""
+    """Return the outcomes of an uninterrupted run and of a run that is killed after each number of steps in `kills`."""
     call(*command(shards, runs, "whole", *options), ranks=ranks)
     broken_off = command(shards, runs, "broken", *options)
     for steps in kills:

@@ -80,7 +80,7 @@ class Engine:
 
 
 def evaluate(folder: Path, results: Mapping[int, dict[str, float]], first: int = 0, last: int | None = None) -> None:
-    """Run the hook as a run does that evaluates at the given steps, with the given results."""
+    """Run the hook as in a run whose evaluations have the given `results`, by step."""
     config = validate({"model": {"pretrained": "someone/clip"}, "run": {"evaluate_every": 1}})
     with MetricsLog(folder, resume_step=first) as metrics:
         loop: Any = SimpleNamespace(

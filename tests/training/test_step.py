@@ -63,7 +63,7 @@ def data(number: int) -> Batch:
     tokens = torch.randint(2, 300, (ROWS, 8), generator=generator)
     lengths = torch.randint(3, 9, (ROWS, 1), generator=generator)
     tokens[:, 0] = TOKENS.bos_id
-    tokens[torch.arange(8) >= lengths - 1] = TOKENS.eos_id  # which is the padding, too
+    tokens[torch.arange(8) >= lengths - 1] = TOKENS.eos_id  # EOS is also the padding
     return Batch(image, tokens, torch.arange(ROWS) + number, torch.ones(ROWS, dtype=torch.bool))
 
 

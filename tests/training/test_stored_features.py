@@ -46,7 +46,7 @@ def features_of(name: str) -> StoredRows:
 
 
 def write_table(folder: Path, name: str, shards: Path, **changes: Any) -> None:
-    """Write the features as `neuclip-ds embed` does; `changes` are fields of embedding.json, None for absent ones."""
+    """Write the features as `neuclip-ds embed` does; `changes` are other fields of embedding.json; None removes one."""
     image, text = features_of(name)
     identity = {
         **IDENTITY,
@@ -130,7 +130,7 @@ class RecordRows(Hook):
 
 
 def test_each_step_gets_the_rows_of_its_samples(workspace: Path, tmp_path: Path) -> None:
-    """Also in the recovery, in the last batch of an epoch, and for the two teachers of an ensemble in their order."""
+    """This includes the recovery, the last batch of an epoch, and two teachers of an ensemble, in their order."""
     hook = RecordRows()
     options = ("objective.reference_model=reference", "objective.distill.features=teachers", "recovery.epochs=1")
     run(workspace, tmp_path, 4, *options, "data.micro_batch=2", hooks=(hook,))
@@ -142,7 +142,7 @@ def test_each_step_gets_the_rows_of_its_samples(workspace: Path, tmp_path: Path)
                 assert torch.equal(found[valid], expected[index[valid]])
                 assert not found[~valid].any()
 
-    message = "contains u of a different objective.reference_model"
+    message = "was recovered with a different objective.reference_model"
     reuse = [f"recovery.reuse={tmp_path}/run", "recovery.epochs=1"]
     with pytest.raises(UserError, match=message):
         run(workspace, tmp_path / "reused", 1, "objective.reference_model=other", *reuse)
@@ -200,7 +200,7 @@ def test_a_run_resumes_bit_identically_and_with_the_same_features_only(workspace
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["objective.reference_model=images"], "images contains no features of texts.*embed the training data"),
+        (["objective.reference_model=images"], "images contains no features of texts.*on the training data"),
         (["objective.distill.features=trunk"], "trunk contains features from before the projection"),
         (["objective.distill.features=incomplete"], "lacks the features of 1 of 2 shards"),
         (["objective.reference_model=nothing"], "nothing cannot be read"),

@@ -191,7 +191,7 @@ def program_parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("config", type=Path, help="config of the run")
     parser.add_argument("out", type=Path, help="folder of the run")
-    parser.add_argument("--random", action="store_true", help="repeat four batches of random pairs")
+    parser.add_argument("--random", action="store_true", help="train on four repeated batches of random pairs")
     parser.add_argument("--caption-tokens", default="full", help="lengths of random captions, as in benchmark_step.py")
     parser.add_argument("--bf16", action="store_true", help="run under bf16 autocast")
     return parser

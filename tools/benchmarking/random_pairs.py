@@ -30,7 +30,7 @@ def caption_lengths(caption_tokens: str, captions: int, context_length: int, gen
         generator: source of random numbers.
 
     Raises:
-        UserError: `caption_tokens` is none of these.
+        UserError: `caption_tokens` is none of these, or N is not between 3 and the context length.
     """
     if caption_tokens == FULL:
         return torch.full((captions,), context_length)
@@ -43,7 +43,7 @@ def caption_lengths(caption_tokens: str, captions: int, context_length: int, gen
     else:
         if not _SHORTEST <= mean <= context_length:
             raise UserError(
-                f"--caption-tokens={caption_tokens} is not between {_SHORTEST} and the context length {context_length}."
+                f"--caption-tokens={caption_tokens} must be from {_SHORTEST} to the context length, {context_length}."
             )
         normal = torch.randn(captions, generator=generator)
         drawn = (mean * torch.exp(_SPREAD * normal - _SPREAD**2 / 2)).round().long()

@@ -57,7 +57,10 @@ def samples_per_second(folder: Path, tag: str, warmup: int, batch: int) -> float
     points = events.Scalars(tag) if tag in events.Tags()["scalars"] else []
     counted = [point for point in points if point.step >= warmup]
     if len(counted) < 2:
-        raise UserError(f"{folder} contains fewer than two points of {tag} from step {warmup} on; run more steps.")
+        raise UserError(
+            f"{folder} contains fewer than two TensorBoard points of {tag} from step {warmup} on: raise "
+            "--steps, or lower --log-every."
+        )
     first = counted[0]
     last = counted[-1]
     return float((last.step - first.step) * batch / (last.wall_time - first.wall_time))

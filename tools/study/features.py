@@ -46,7 +46,7 @@ class Pairs(NamedTuple):
         return Pairs(self.image[:, kept], self.text[pairs], (kept.cumsum(0) - 1)[self.image_of[pairs]])
 
     def between(self, first: float, last: float) -> "Pairs":
-        """Return the pairs of the images whose position is between two fractions of all images."""
+        """Return the pairs of the images whose position, as a fraction of all images, is in [first, last)."""
         images = self.image.shape[1]
         if (first, last) == (0.0, 1.0):
             return self
@@ -66,7 +66,7 @@ class Pairs(NamedTuple):
 
 
 def with_copies(pairs: int, share: float) -> Tensor:
-    """Return the (pairs,) positions of the pairs after a share of them is replaced by copies of the others."""
+    """Return (pairs,) int64 positions of pairs: each pair's own or, for a share of them, that of the pair to copy."""
     source = torch.arange(pairs)
     shuffled = torch.randperm(pairs, generator=torch.Generator().manual_seed(0))
     replaced, kept = shuffled.tensor_split([round(share * pairs)])
@@ -121,6 +121,9 @@ def cache_features(source: str, folder: Path, grid: int = 1) -> None:
     Args:
         source: a folder with shards in train/ and val/, or demo:N for N rendered scenes.
         grid: the image features are the means of the tower's output in each of grid x grid cells of the picture.
+
+    Raises:
+        UserError: a package with a tower is not installed, or there are no shards.
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = {folder / "train.safetensors": ("train", CROPS), folder / "test.safetensors": ("val", 1)}

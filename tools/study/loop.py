@@ -40,7 +40,8 @@ class Run:
     dropout: float = 0.3
     weight_decay: float = 0.0
     temperature_rate: float = 1.0  # the temperature's learning rate as a multiple of the heads'
-    effective: float | None = None  # rho leaves an anchor the weight of so many negatives
+    # rho is log(n / effective), the KL divergence if `effective` of the n negatives share the weight equally
+    effective: float | None = None
     noise: float = 0.0  # share of captions that are paired with a wrong image
     copies: float = 0.0  # share of pairs replaced by copies of the others, as false negatives
     copies_known: bool = False  # the loss receives the index of the pair that was copied, not one for each copy
@@ -194,6 +195,6 @@ def _stored(pairs: Pairs, run: Run, folder: Path | None) -> dict[str, Guide]:
 
 
 def _with_teacher(run: Run, tau: float) -> Run:
-    """Return the run with the teacher's final temperature in the options of the loss."""
+    """Return the run with the teacher's final temperature in the loss's options, unless they name another."""
     distill = {"temperature": tau, **run.options.get("distill", {})}
     return replace(run, options={**run.options, "distill": distill})

@@ -18,7 +18,10 @@ ANCHORS = 512
 
 
 def scores(heads: "Heads", pairs: Pairs) -> dict[str, float]:
-    """Return the mean of R@1, R@5 and R@10 in both directions, in percent; ties count as misses."""
+    """Return `recall`, the mean of R@1, R@5 and R@10 in both directions, and `image_to_text@1`, both in percent.
+
+    Ties count as misses.
+    """
     images, texts = heads.encode(pairs)
     return recalls(images, texts, pairs.image_of)
 
@@ -41,11 +44,12 @@ def recalls(images: Tensor, texts: Tensor, image_of: Tensor) -> dict[str, float]
 def normalizers(
     heads: "Heads", pairs: Pairs, run: "Run", tau: float, loss_fn: nn.Module | None = None
 ) -> dict[str, float]:
-    """Return statistics of a sample of anchors, whose exact normalizers g are means over all n pairs.
+    """Return statistics of a sample of image anchors, whose exact normalizers g are means over all n - 1 negatives.
 
-    `kl` is the mean KL divergence of the anchors' softmax over their negatives from the uniform distribution. `ratio`
-    is an anchor's mean over a batch divided by g; it is the total weight of the batch's negatives if the normalizer is
-    exact. `error` is log u - log g of the image anchors, where u is the method's estimate.
+    `log_g` is the mean of log g. `kl` is the mean KL divergence of the anchors' softmax over their negatives from the
+    uniform distribution. The `ratio` of an anchor is its mean over a batch divided by g; it is the total weight of the
+    batch's negatives if the normalizer is exact. The `error` of an anchor is log u - log g, where u is the method's
+    estimate; it is omitted if the method has none, or one of other exponents.
     """
     images, texts = heads.encode(pairs)
     rows = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0))[: max(ANCHORS, run.batch)]

@@ -50,7 +50,7 @@ _GROUPS = {
     "`amorlip`": ("amorlip", "amorlip, released code"),
     "`siglip`": ("siglip",),
 }
-# situations by the heads of columns: a stage and what it varies
+# head of a column -> situation: a stage and the setting that it varies
 _SITUATIONS = {
     "frozen, 12 epochs": ("finals", ""),
     "frozen, 1 epoch": ("map_epochs", "epochs=1"),
@@ -341,7 +341,7 @@ def _rho_of(seeds: Seeds) -> str:
 
 
 def causes() -> str:
-    """Variants that test why a loss stays behind others, each with one change, and their differences from these."""
+    """Recall of variants that test why a loss is worse than others, and their differences from these other losses."""
     peers = {  # by stage: the stage of the runs to compare with, what it varies, and the arms
         "neuclip_tau": ("finals", "", ("neuclip", "neuclip, constant tau")),
         "queue_copies": ("map_copies", "copies=0.8", ("fastclip_v3",)),

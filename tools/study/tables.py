@@ -16,13 +16,13 @@ _COLUMNS = ["tau", "kl", "ratio_std", "seconds"]
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Return the records of a results.jsonl by name, none if there is no such file."""
+    """Return the records of a results.jsonl by name; there are none without the file."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     return {record["name"]: record for record in map(json.loads, lines)}
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of paired differences, and the half width of its 95 % interval by Student's t."""
+    """Return the mean of paired differences, and the half width of its 95 % t interval, which is inf for one pair."""
     gains = [a - b for a, b in zip(ours, theirs, strict=True)]
     if len(gains) < 2:
         return statistics.mean(gains), inf

@@ -26,8 +26,8 @@ from study.features import IMAGE_PACKAGE, TEXT_PACKAGE, captions_of, image_weigh
 from study.loop import WARMUP, Run, loss_options
 from study.measures import recalls
 
-PHOTOGRAPHS = 2000  # of the first ones of a dataset; each has several captions
-POINTS = 20  # of a run's curve
+PHOTOGRAPHS = 2000  # number of photographs to use, from the start of the dataset; each has several captions
+POINTS = 20  # number of points in the curve of a run
 IMAGE_WEIGHTS = "image.safetensors"
 
 

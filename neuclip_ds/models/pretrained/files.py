@@ -22,7 +22,7 @@ _NUMPY_SCALARS = (np.bool_, np.int32, np.int64, np.float32, np.float64)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; raise UserError if the file is missing or does not contain one."""
+    """Read a JSON object from a file; raise UserError if the file is missing or does not contain an object."""
     if not path.is_file():
         raise UserError(f"{path.parent} contains no {path.name}; put the checkpoint's file there.")
     with explained(f"{path} is not valid JSON or not an object", "replace it with the checkpoint's file"):
@@ -121,18 +121,28 @@ def fetch(name: str, weights: Sequence[str] = ()) -> Path:
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        folder = download(name, SMALL_FILES, "model.pretrained")
+        folder = download(name, SMALL_FILES)
         for pattern in weights:
-            if any(download(name, [pattern], "model.pretrained").glob(pattern)):
+            if any(download(name, [pattern]).glob(pattern)):
                 break
     return folder.resolve()
 
 
-def download(name: str, patterns: Sequence[str], option: str) -> Path:
-    """Return a folder with files from a hub repository, downloading them if needed; raise UserError on failure."""
+def download(name: str, patterns: Sequence[str], setting: str = "") -> Path:
+    """Return a folder with files from a hub repository, downloading them if needed.
+
+    Args:
+        name: name of the repository.
+        patterns: patterns of the files.
+        setting: text before the name in the setting that contains it, such as `MODEL=hf:`, for messages.
+
+    Raises:
+        UserError: the files cannot be downloaded.
+    """
+    form = f" as {setting}FOLDER" if setting else ""
     with explained(
-        f"{option}={name} is not a local folder and cannot be downloaded from the hub",
-        "download the repository on a machine with network access and pass its folder, or copy it into the hub's cache "
-        "(HF_HOME)",
+        f"{setting}{name} is not a local folder and cannot be downloaded from the hub",
+        f"download the repository on a machine with network access and pass its folder{form}, or copy the repository "
+        "into the hub's cache (HF_HOME)",
     ):
         return Path(snapshot_download(name, allow_patterns=list(patterns)))

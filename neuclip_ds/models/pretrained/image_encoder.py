@@ -50,7 +50,10 @@ def locate_image_encoder(name: str, image_size: int | None = None) -> ImageEncod
     tagged, _, file = name.partition("/")
     architecture, _, tag = tagged.partition(".")
     if not timm.is_model(architecture):
-        raise UserError(f"timm has no model {architecture!r}, and there is no folder {name}; see timm.list_models().")
+        raise UserError(
+            f"timm has no model {architecture!r}, and there is no folder {name}: pass timm:FOLDER or a "
+            "model in timm.list_models()."
+        )
     pretrained_cfg = timm.get_pretrained_cfg(tagged if timm.models.is_model_pretrained(tagged) else architecture)
     weights_name = file or tag
     size = 224
@@ -63,7 +66,7 @@ def locate_image_encoder(name: str, image_size: int | None = None) -> ImageEncod
             "with config.json and model.safetensors as timm:FOLDER."
         )
     vision = VisionConfig(name=architecture, pretrained=weights_name, image_size=image_size or size)
-    weights = locate_image_weights(vision, option="MODEL")
+    weights = locate_image_weights(vision, f"MODEL=timm:{name}", f"timm:{architecture}/FILE")
     return ImageEncoderRef(
         architecture=architecture,
         options={},

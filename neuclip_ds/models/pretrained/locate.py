@@ -24,7 +24,8 @@ def locate(name: str, weights: bool = True) -> CheckpointRef:
         weights: whether to locate the weights as well; planning needs only the architecture.
 
     Raises:
-        UserError: the checkpoint does not exist, or cannot be downloaded.
+        UserError: the checkpoint does not exist or cannot be downloaded, is a file without an architecture, or needs
+            open_clip, which is not installed.
     """
     path = name.removeprefix("open_clip:")
     names_open_clip = path != name
@@ -32,8 +33,8 @@ def locate(name: str, weights: bool = True) -> CheckpointRef:
         return open_clip_models.locate_by_name(path, weights)
     if Path(path).expanduser().is_file():
         raise UserError(
-            f"model.pretrained={name} is a file without an architecture; write "
-            f"open_clip:ARCHITECTURE/{path}, or pass the folder of a complete checkpoint."
+            f"{name} is a file of weights, which does not name its architecture; pass open_clip:ARCHITECTURE/{path}, "
+            "or the folder of a complete checkpoint."
         )
     library = "open_clip" if names_open_clip else _library_of(fetch(path))
     patterns = LIBRARIES[library].weight_patterns if weights else ()
@@ -44,11 +45,11 @@ def open_checkpoint(ref: CheckpointRef, config: ModelConfig = _AS_PUBLISHED) -> 
     """Open the checkpoint that `locate` found, on any rank.
 
     Raises:
-        UserError: a required file is missing.
+        UserError: a required file is missing, incomplete or unsupported, or open_clip is needed and not installed.
     """
     if not Path(ref.path).exists():
         raise UserError(
-            f"{ref.path} exists on rank 0 but not here; put the checkpoint under the same path on every node."
+            f"{ref.path} exists on rank 0, but not on this node; put the checkpoint under the same path on every node."
         )
     return LIBRARIES[ref.library].open(config, ref)
 

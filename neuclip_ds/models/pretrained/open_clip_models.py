@@ -61,7 +61,7 @@ _PREFIXES = {"vision.trunk.": "visual.", "text.trunk.": "text."}
 
 def import_open_clip() -> Any:
     """Return the open_clip module; raise UserError if it is not installed."""
-    require_package("open_clip", "model.pretrained with an open_clip model", "open_clip")
+    require_package("open_clip", "A model of open_clip", "open_clip")
     import open_clip
 
     return open_clip
@@ -81,9 +81,11 @@ def locate_by_name(name: str, weights: bool) -> CheckpointRef:
         path = Path(file_or_tag).expanduser()
         if not file_or_tag or not path.is_file():
             tags = ", ".join(open_clip.list_pretrained_tags_by_model(architecture))
+            fix = f"use one of the tags {tags}"
+            if not tags:
+                fix = f"open_clip lists no weights for it, so pass a file as open_clip:{architecture}/FILE"
             raise UserError(
-                f"model.pretrained=open_clip:{name} names neither a file nor one of open_clip's weights for "
-                f"{architecture}: {f'use one of {tags}' if tags else 'open_clip lists no weights for it'}."
+                f"open_clip:{name} names neither a file nor one of open_clip's weights for {architecture}: {fix}."
             )
         return CheckpointRef("open_clip", str(path.resolve()), f"{architecture}/")
     trained_with_quick_gelu = bool(tag_config.get("quick_gelu", False))
@@ -101,8 +103,9 @@ def locate_by_name(name: str, weights: bool) -> CheckpointRef:
         return CheckpointRef("open_clip", "", name)
     source = str(tag_config.get("hf_hub", "")).rstrip("/") or tag_config.get("url")
     with explained(
-        f"model.pretrained=open_clip:{name} is not in the local cache and could not be downloaded",
-        f"download {source} on a machine with network access and pass its folder, or set open_clip:{architecture}/FILE",
+        f"open_clip:{name} is not in the local cache and could not be downloaded",
+        f"download {source} on a machine with network access, and pass the file of weights as "
+        f"open_clip:{architecture}/FILE, or the folder of a complete repository",
     ):
         return CheckpointRef("open_clip", str(open_clip.download_pretrained(tag_config)), name)
 
@@ -170,8 +173,8 @@ class OpenClipCheckpoint(ModelSource):
             options["trust_remote_code"] = False  # open_clip passes the options on to transformers' tokenizer
         with explained(
             f"open_clip cannot read the tokenizer of {self._where}",
-            "put its files (tokenizer.json and tokenizer_config.json) into a folder with the weights and "
-            f"{CONFIG_FILE}, and name that folder",
+            "put the tokenizer's files (tokenizer.json and tokenizer_config.json) into a folder with the weights and "
+            f"{CONFIG_FILE}, and pass this folder as the model",
         ):
             return OpenClipTokenizer(import_open_clip().get_tokenizer(self._tokenizer_source, **options))
 
@@ -264,7 +267,7 @@ def _set_timm_image_size(visual: Any, vision_config: Mapping[str, Any]) -> None:
     if not hasattr(visual.trunk, "set_input_size"):
         raise UserError(
             f"model.vision.image_size={size} does not fit timm's {name!r}, which takes only images of {own_size} "
-            "pixels."
+            f"pixels; set it to {own_size}."
         )
     if isinstance(getattr(visual.trunk, "patch_embed", None), PatchEmbed):
         check_patches(size, visual.trunk.patch_embed.patch_size[0])
@@ -399,14 +402,15 @@ def _read_preprocessing(
     if len(sides) != 1 or len(mean) != 3 or len(std) != 3:
         raise UserError(
             f"{where} takes images of {size} pixels with mean {mean} and std {std}; only square images with three "
-            "channels are supported."
+            "channels are supported: use another checkpoint."
         )
     resize_mode = preprocess_config.get("resize_mode") or "shortest"
     interpolation = preprocess_config.get("interpolation") or "bicubic"
     if resize_mode not in ("shortest", "squash") or interpolation not in ("bicubic", "bilinear", "random"):
         raise UserError(
             f"{where} resizes images with resize_mode={resize_mode} and interpolation={interpolation}; only "
-            "resize_mode shortest and squash, with bicubic or bilinear interpolation, are supported."
+            "resize_mode shortest and squash, with bicubic or bilinear interpolation, are supported: use another "
+            "checkpoint."
         )
     return Preprocessing(
         size=int(sides.pop()),

@@ -113,7 +113,8 @@ class TextEncoderTokenizer:
             truncated.
         pads_to_context: whether captions are padded to `context_length` instead of the longest one.
 
-    Raises UserError if captions must end with EOS, but the tokenizer has no such token.
+    Raises:
+        UserError: captions must end with EOS, but the tokenizer has no such token.
     """
 
     def __init__(self, tokenizer: Any, context_length: int, ends_with_eos: bool, pads_to_context: bool = False) -> None:
@@ -126,8 +127,8 @@ class TextEncoderTokenizer:
             self._last_id = tokenizer.sep_token_id if eos_id is None else eos_id
             if self._last_id is None:
                 raise UserError(
-                    f"Tokenizer {tokenizer.name_or_path!r} has no EOS or SEP token, at which `eos` pools: set the "
-                    "pooling to cls, last or mean."
+                    f"Tokenizer {tokenizer.name_or_path!r} has no EOS or SEP token, at which `eos` pools: set "
+                    "model.text.pooling (or --pooling of `neuclip-ds embed`) to cls, last or mean."
                 )
 
     def __call__(self, captions: list[str]) -> Tensor:
@@ -167,12 +168,12 @@ class PretrainedTextEncoder:
     tokenizer: TextEncoderTokenizer
 
 
-def locate_text_encoder(name: str, option: str = "MODEL", weights: bool = True) -> Path:
+def locate_text_encoder(name: str, setting: str = "MODEL=hf:", weights: bool = True) -> Path:
     """Return the folder of a text encoder, downloading its files from the hub if needed; call on one rank only.
 
     Args:
         name: a folder, or a name on the hub.
-        option: the option whose value is `name`, for messages.
+        setting: text before the name in the setting that contains it, for messages.
         weights: whether to locate the weights as well.
 
     Raises:
@@ -180,9 +181,9 @@ def locate_text_encoder(name: str, option: str = "MODEL", weights: bool = True) 
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        folder = download(name, SMALL_FILES, option)
+        folder = download(name, SMALL_FILES, setting)
         for pattern in WEIGHT_PATTERNS if weights else ():
-            if any(download(name, [pattern], option).glob(pattern)):
+            if any(download(name, [pattern], setting).glob(pattern)):
                 break
     return folder.resolve()
 
@@ -342,7 +343,7 @@ def _only_hidden_states(trunk: Any) -> Any:
 
 
 def _context_length(folder: Path, tokenizer: Any, trunk: Any) -> int:
-    """Return the maximum number of tokens: the smallest limit in the folder's configs."""
+    """Return the maximum number of tokens: the smallest limit in the folder's configs and of the trunk's positions."""
     limits = [_NO_LIMIT, int(min(tokenizer.model_max_length, _NO_LIMIT))]
     sentence_config = folder / "sentence_bert_config.json"
     if sentence_config.is_file():
@@ -360,7 +361,7 @@ def check_length(length: int, trunk: Any, option: str, name: str) -> None:
 
 
 def position_count(trunk: Any) -> int:
-    """Return the number of tokens for which an encoder has positions."""
+    """Return the number of tokens for which an encoder has positions, or 1,000,000 if its config sets no limit."""
     positions = getattr(trunk.config, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions <= 0:
         return _NO_LIMIT

@@ -158,7 +158,7 @@ class TransformersCheckpoint(ModelSource):
             raise UserError(f"{self._folder} contains no weights; put {WEIGHTS[0]} (or pytorch_model.bin) there.")
         refuse_adapter(self._folder)
         logging.disable_progress_bar()  # one bar per rank would flood the log
-        with explained(f"transformers cannot read the weights in {self._folder}", "download the model's weights again"):
+        with explained(f"transformers cannot read the weights in {self._folder}", "download the weights again"):
             model, info = self._model_type.model_class.from_pretrained(
                 self._folder,
                 config=self._original_config,
@@ -235,12 +235,15 @@ def _read_preprocessing(folder: Path, image_size: Any, siglip: bool) -> Preproce
         processor = read_json(path)
     if not isinstance(image_size, int):
         raise UserError(
-            f"config.json in {folder} specifies image_size={image_size}; only square images, with one number, work."
+            f"config.json in {folder} specifies image_size={image_size}; only square images, whose image_size is "
+            "one number, are supported: use another checkpoint."
         )
     mean, std = _read_statistics(processor, path)
     resample = processor.get("resample", PILImageResampling.BICUBIC.value)
     if resample not in _INTERPOLATIONS:
-        raise UserError(f"{path} sets resample={resample}; only 2 (bilinear) and 3 (bicubic) are supported.")
+        raise UserError(
+            f"{path} sets resample={resample}; only 2 (bilinear) and 3 (bicubic) are supported: use another checkpoint."
+        )
     geometry = _read_geometry(processor, path, siglip)
     return Preprocessing(
         size=image_size,
@@ -256,7 +259,7 @@ def _read_statistics(processor: Mapping[str, Any], path: Path) -> tuple[Channels
     """Return the mean and the standard deviation of pixels in [0, 1] with which images are normalized."""
     factor = processor.get("rescale_factor", 1 / 255)
     if not (processor.get("do_rescale", True) and math.isclose(factor, 1 / 255, rel_tol=1e-6)):
-        raise UserError(f"{path} does not rescale pixels by 1/255; no other scale is supported.")
+        raise UserError(f"{path} does not rescale pixels by 1/255, the only supported factor: use another checkpoint.")
     if not processor.get("do_normalize", True):
         return (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
     mean = processor.get("image_mean")
@@ -305,7 +308,7 @@ def _read_geometry(processor: Mapping[str, Any], path: Path, siglip: bool) -> _G
     if problem:
         raise UserError(
             f"{path} {problem}; only images that are resized to a square, or resized by their shorter side and then "
-            "cropped to a square, are supported."
+            "cropped to a square, are supported: use another checkpoint."
         )
     margin = 0 if squash or edge is None else edge - crop_height
     return _Geometry(squash, margin)

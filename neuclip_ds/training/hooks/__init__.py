@@ -95,7 +95,8 @@ class Hook:
     def after_run(self, loop: Loop) -> None:
         """Called after training, even if a hook stopped it or an earlier launch completed the run.
 
-        By then, the ranks have left their process group, so a collective would fail.
+        By then, the ranks have left their process group, so a collective would fail. If an error or a signal ended the
+        run, or if the recovery of statistics was stopped, this method is not called.
         """
 
 

@@ -29,13 +29,14 @@ _RECALLS = ("image_to_text_recall@1", "text_to_image_recall@1")
 class EvaluateModel(Hook):
     """Evaluates the model every `run.evaluate_every` steps, at the end, and before step 1 if `evaluates_start`.
 
-    The first evaluation after step 1 and the last one are compared with the evaluation before step 1. A resumed run
-    first runs any evaluation due at the checkpoint's step, unless metrics.jsonl contains the results.
+    If a run starts from a pretrained checkpoint, the first evaluation during training and the last one are compared
+    with the evaluation before step 1, if there was one. A resumed run first runs any evaluation that is due at the
+    checkpoint's step, unless metrics.jsonl contains the results.
 
     Args:
         evaluator: object that evaluates the model.
         saver: hook that saves checkpoints before evaluations.
-        average: the moving average of the weights, if there is one, which is also evaluated.
+        average: the moving average of the weights, which is also evaluated; None if the run keeps none.
     """
 
     def __init__(self, evaluator: Evaluator, saver: SaveCheckpoints, average: WeightAverage | None) -> None:
@@ -89,7 +90,7 @@ class EvaluateModel(Hook):
             return
         if name not in results:
             raise UserError(
-                f"run.best_metric={name} is not a metric of this run's evaluation, which measures "
+                f"run.best_metric={name} is not a metric of this run's evaluation; set it to one of "
                 f"{', '.join(scores_among(results))}."
             )
         if loop.done:
@@ -131,7 +132,7 @@ class EvaluateModel(Hook):
         if losses:
             message = (
                 f"The model after step {loop.done} scores below its start: {', '.join(losses)}. Lower optimizer.lr or "
-                "the number of steps, or blend the weights with those of the start: "
+                "the number of steps, or score blends of the start's and the new weights: "
                 f"neuclip-ds evaluate {loop.folder} --blend 0,0.25,0.5,0.75,1 --data SETS"
             )
             loop.events.add(loop.done, "below_start", message)

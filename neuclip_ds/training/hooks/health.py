@@ -1,7 +1,7 @@
 """Report loss spikes, skipped steps, divergence and slow data, with the step and its samples.
 
 Every rank monitors its own loader. The loss and the gradient norms are equal on all ranks, so all ranks detect the same
-events and rank 0 reports them. A normal step neither communicates with other ranks nor waits for a GPU.
+events and rank 0 reports them. In a normal step, the hook neither communicates with other ranks nor waits for a GPU.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ if TYPE_CHECKING:
     from neuclip_ds.training.trainer import Loop, StepResult
 
 _SHOWN_INDICES = 8  # sample indices in a message; events.jsonl contains all of them
-_SHOWN_METRICS = {  # metrics in a message, with their names there
+_SHOWN_METRICS = {  # metrics that messages contain, and their names in messages
     "tau": "temperature",
     "feature_grad_norm": "feature-gradient norm",
     "grad_norm": "encoders' gradient norm",
     "lr": "learning rate",
 }
 
-_FASTEST_DECODER = "simplejpeg"  # of `data.decoder`
+_FASTEST_DECODER = "simplejpeg"  # value of `data.decoder`
 
 # loss spikes
 _LEVEL_WINDOW = 100  # number of last losses that define the level
-_MIN_LOSSES = 50  # fewest losses that define it
+_MIN_LOSSES = 50  # fewest losses that define the level
 _SPIKE_DEVIATIONS = 10.0  # a loss this many deviations above the level is a spike
-_MIN_DEVIATION = 1e-3  # as a fraction of the level, for losses that hardly vary
+_MIN_DEVIATION = 1e-3  # smallest deviation, as a fraction of the level, for losses that hardly vary
 _GAUSSIAN_DEVIATIONS = 1.4826  # standard deviation of a Gaussian, in units of its median absolute deviation
 
 # loaders that limit the speed
-_WAIT_WINDOW = 100  # number of steps whose time is compared with the time that they waited
+_WAIT_WINDOW = 100  # number of steps over which the share of time spent waiting is measured
 _MAX_WAIT_SHARE = 0.1  # a loader limits the speed if steps wait for a larger share of their time
 
 # stalls: a stall is longer than both of the following limits
 _STALL_SECONDS = 2.0
-_STALL_STEPS = 5.0  # in median step times
+_STALL_STEPS = 5.0  # multiple of the median step time
 _STEP_WINDOW = 50  # number of last steps that define the median step time
-_MIN_STEPS = 5  # fewest steps that define it
+_MIN_STEPS = 5  # fewest steps that define the median step time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,7 @@ class LoaderMonitor:
 
 
 class WatchHealth(Hook):
-    """Checks every step, and reports problems in the log and in events.jsonl."""
+    """Checks every step, and reports spikes, skipped steps, divergence and slow data in the log and in events.jsonl."""
 
     def start(self, loop: Loop) -> None:
         self._spike_detector = LossSpikeDetector()
@@ -165,7 +165,7 @@ class WatchHealth(Hook):
         self._stalls = 0  # stalled steps since the start
         self._loader_monitor = LoaderMonitor()
         self._slow_windows = 0  # windows since the start in which the loader limited the speed
-        self._samples_of_skipped: list[Sequence[int]] = []  # of each consecutive skipped step
+        self._samples_of_skipped: list[Sequence[int]] = []  # one entry per consecutive skipped step
         self._step = loop.done  # the step being run, counted from 1, or the last completed step
 
     def on_batch(self, loop: Loop, batch: RankBatch) -> None:
@@ -218,8 +218,10 @@ class WatchHealth(Hook):
         # too many in a row
         max_skipped = loop.context.config.run.max_skipped_steps
         if len(self._samples_of_skipped) >= max_skipped:
-            first_step = result.step - max_skipped + 1
-            loop.roll_back(f"steps {first_step} to {result.step} were skipped: in the last, {problem}")
+            skipped = f"step {result.step} was skipped:"
+            if max_skipped > 1:
+                skipped = f"steps {result.step - max_skipped + 1} to {result.step} were skipped: in the last step,"
+            loop.roll_back(f"{skipped} {problem}")
 
     def _report_stall(self, loop: Loop, usual_seconds: float, result: StepResult) -> None:
         """Report a step that waited too long for this rank's loader."""
@@ -257,9 +259,9 @@ class WatchHealth(Hook):
     def _report_spike(self, loop: Loop, spike: Spike, result: StepResult) -> None:
         indices = self._global_batch(loop)
         message = (
-            f"step {result.step}: loss {result.loss:.4g} is far above its usual level {spike.level:.4g} (deviation "
-            f"{spike.deviation:.2g}); {_shown_metrics(result.metrics)}; {_first_samples(indices)}. If spikes recur, "
-            "lower optimizer.lr or set optimizer.max_grad_norm."
+            f"step {result.step}: loss {result.loss:.4g} is far above its usual level {spike.level:.4g} (usual "
+            f"deviation {spike.deviation:.2g}); {_shown_metrics(result.metrics)}; {_first_samples(indices)}. If spikes "
+            "recur, lower optimizer.lr, or clip gradients with optimizer.max_grad_norm."
         )
         loop.events.add(result.step, "loss_spike", message, indices, shared=True)
 

@@ -108,7 +108,7 @@ class WeightsAndBiases(Hook):
 
 
 class WriteReport(Hook):
-    """Writes report.html at the end of a run, after a stop, or at the next launch if writing failed."""
+    """Writes report.html when a run ends, stops or diverges, or at the next launch if writing failed."""
 
     def close(self, loop: Loop, error: BaseException | None) -> None:
         if loop.stop_requested or isinstance(error, TrainingDiverged):
@@ -129,7 +129,7 @@ class WriteReport(Hook):
             log.info("report: %s", write_report(loop.folder))
         except Exception as error:
             log.warning(
-                "report.html could not be written (%s: %s); run the same command to try again",
+                "report.html could not be written (%s: %s); run the training command again to retry",
                 type(error).__name__,
                 error,
             )

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _COPY_TIMEOUT = 3600.0  # seconds after which a copy is considered stalled
-_MAX_FINAL_WAIT = 1500.0  # seconds at the end; other ranks wait in a collective for up to 30 minutes
+_MAX_FINAL_WAIT = 1500.0  # longest time in seconds for the last copies; other ranks wait in a collective for 30 minutes
 
 
 class CopyRun(Hook):
-    """Copies metrics, logs, and the newest and best checkpoints from rank 0, one copy at a time.
+    """Copies metrics, logs, and the newest and best checkpoints from rank 0 to the remote store, one copy at a time.
 
     A checkpoint saved during a copy is skipped unless it is the newest or best. A failure is recorded as an event and
     does not end the run. A run starts from the newest intact checkpoint in its folder or its copy, and ends by copying
@@ -134,8 +134,8 @@ class CopyRun(Hook):
             loop.events.add(
                 loop.done,
                 "copy_failed",
-                f"{copied} could not be copied to {self._remote} ({reason}). The next copy, or the next launch, tries "
-                "again.",
+                f"{copied} could not be copied to {self._remote} ({reason}). The run tries again with the next copy or "
+                "at the next launch.",
             )
         self._push = None
 
@@ -187,7 +187,7 @@ def _restore_folder(url: str, communicator: Communicator, folder: Path) -> bool:
             except UserError as error:
                 problem = problem_of(error)
                 if communicator.rank == 0:
-                    log.warning("%s is not used: %s", name, problem)
+                    log.warning("checkpoint %s is not used: %s", name, problem)
         if name in remote_names:
             fetched = partial(_fetch, url, name, folder, is_newer=name > newest_local)
             remote_problem = communicator.on_rank_zero(fetched)
@@ -250,7 +250,7 @@ def _download(remote: RemoteRun, name: str, folder: Path) -> str:
         sync_folders(folder)
     except (DamagedCheckpoint, FileNotFoundError, ValueError) as error:
         problem = problem_of(error)
-        log.warning("the copy of %s is not used: %s", name, problem)
+        log.warning("the copy of checkpoint %s is not used: %s", name, problem)
         return f"the copy of {name}: {problem}"
     return ""
 

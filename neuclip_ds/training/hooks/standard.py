@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 _COLLECT_EVERY = 100  # steps
 _FIRST_INTERVAL = 2.0  # seconds between the first progress lines
-_PROGRESS_INTERVAL = 10.0  # seconds between later ones
-_FIRST_LINES = 30  # progress lines at the first interval
+_PROGRESS_INTERVAL = 10.0  # seconds between later progress lines
+_FIRST_LINES = 30  # number of progress lines after which the interval changes
 
 
 class PrefetchShards(Hook):

@@ -58,7 +58,7 @@ def refusal(folder: Path) -> str:
         ("open_clip:ViT-B-32/openai", "use open_clip:ViT-B-32-quickgelu/openai"),
         (
             "open_clip:ViT-B-32/imagenet",
-            "names neither a file nor one of open_clip's weights for ViT-B-32: use one of openai",
+            "names neither a file nor one of open_clip's weights for ViT-B-32: use one of the tags openai",
         ),
     ],
 )
@@ -71,7 +71,7 @@ def test_a_name_that_cannot_be_located_without_network_is_explained(name: str, w
 
 def test_paths_that_are_not_a_checkpoint_are_refused(tmp_path: Path) -> None:
     save_open_clip(tmp_path)
-    with pytest.raises(UserError, match="write open_clip:ARCHITECTURE/"):
+    with pytest.raises(UserError, match="pass open_clip:ARCHITECTURE/"):
         locate(str(tmp_path / OPEN_CLIP_FILE))
     with pytest.raises(UserError, match="put the checkpoint under the same path on every node"):
         open_checkpoint(locate(str(tmp_path))._replace(path="/nowhere"))

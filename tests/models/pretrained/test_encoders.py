@@ -52,14 +52,14 @@ def new_bert() -> tuple[Any, PreTrainedTokenizerBase]:
 
 
 def new_xlm_roberta() -> tuple[Any, PreTrainedTokenizerBase]:
-    """Positions start after the padding id, so two fewer tokens fit."""
+    """Return an XLM-R, whose positions start after the padding id, so that two fewer tokens fit."""
     tokenizer = xlm_roberta_tokenizer()
     config = XLMRobertaConfig(**small(24), vocab_size=len(tokenizer), max_position_embeddings=LENGTH + 2)
     return XLMRobertaModel(config), tokenizer
 
 
 def new_qwen() -> tuple[Any, PreTrainedTokenizerBase]:
-    """The decoder's tokenizer pads on the left, with its EOS token."""
+    """Return a decoder like Qwen3, whose tokenizer pads on the left, with its EOS token."""
     tokenizer = clip_tokenizer()
     tokenizer.padding_side = "left"
     sizes = small(24, num_key_value_heads=1, max_position_embeddings=LENGTH)
@@ -73,7 +73,7 @@ def new_t5() -> tuple[Any, PreTrainedTokenizerBase]:
 
 
 def new_modernbert() -> tuple[Any, PreTrainedTokenizerBase]:
-    """Layers with global attention alternate with layers that attend to 4 tokens on each side."""
+    """Return a ModernBERT: every second layer has global attention, the others attend to 4 tokens on each side."""
     tokenizer = xlm_roberta_tokenizer()
     ids = {"pad_token_id": 1, "bos_token_id": 0, "cls_token_id": 0, "eos_token_id": 2, "sep_token_id": 2}
     sizes = small(24, local_attention=8, global_attn_every_n_layers=2, max_position_embeddings=LENGTH)

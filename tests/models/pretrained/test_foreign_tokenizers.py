@@ -77,7 +77,7 @@ def test_siglip_2_lower_cases_captions(options: dict[str, Any], tmp_path: Path) 
 
 
 def test_clip_bpe_returns_open_clips_ids(tmp_path: Path) -> None:
-    """Also after the round trip of a run's folder."""
+    """The ids are equal even after the tokenizer has been pickled, or saved and loaded."""
     wanted = open_clip.SimpleTokenizer(context_length=LENGTH)([*CAPTIONS, *UNCLEAN])
     tokenize = clip_bpe(LENGTH)
     tokenize.save(tmp_path)

@@ -75,7 +75,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 
 
 def test_images_equal_those_of_transformers(family: tuple[str, Path], tmp_path: Path) -> None:
-    """Also those of the image processor in an export."""
+    """Compare with the checkpoint's image processor, and with the image processor that an export contains."""
     name, folder = family
     for options in OPTIONS[name]:
         preprocessing = edited(folder, options).preprocessing
@@ -129,7 +129,7 @@ def open_clip_source(folder: Path, preprocess: dict[str, Any]) -> ModelSource:
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear", "random", None])
 @pytest.mark.parametrize("resize_mode", ["shortest", "squash", None])
 def test_images_equal_those_of_open_clip(interpolation: str | None, resize_mode: str | None, tmp_path: Path) -> None:
-    """Also those of the config in an export."""
+    """Compare with the checkpoint's config, and with the config that an export contains."""
     options = {"mean": OPENAI_MEAN, "std": 0.5, "interpolation": interpolation, "resize_mode": resize_mode}
     preprocessing = open_clip_source(tmp_path, options).preprocessing
     mine = transformed(preprocessing)

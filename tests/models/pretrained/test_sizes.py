@@ -141,7 +141,7 @@ def open_clip_tokens(table: Tensor, length: int) -> Tensor:
 @pytest.mark.parametrize("family", ["clip", "open_clip"])
 def test_sizes_that_are_no_whole_patches_are_refused(family: str, tmp_path: Path) -> None:
     SAVERS[family](tmp_path)
-    with pytest.raises(UserError, match=r"image_size=50 .*patches of 8 pixels; use 48 or 56"):
+    with pytest.raises(UserError, match=r"size of 50 pixels .*patches of 8 pixels; use 48 or 56"):
         opened(tmp_path, image_size=50)
     file = next(path for path in tmp_path.glob("*config.json") if "image_size" in path.read_text())
     file.write_text(file.read_text().replace('"image_size": 32', '"image_size": 33'))

@@ -46,7 +46,7 @@ def training_checkpoint(number: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("number", [np.float64(0.5), np.float32(0.5), np.int64(5), np.bool_(True)], ids=repr)
 def test_a_training_checkpoint_with_numpy_scalars_is_read(number: Any, tmp_path: Path) -> None:
-    """As saved by this version of numpy, and by versions 1 and 2."""
+    """Checkpoints from the installed version of numpy, and from versions 1 and 2, are read."""
     path = saved(tmp_path, training_checkpoint(number))
     assert_equal(read_tensors(path))
     current = type(number).__reduce__(number)[0].__module__.encode()
