@@ -30,9 +30,10 @@ def test_the_cause_is_kept_wherever_a_library_puts_it() -> None:
 
 
 def test_a_process_pool_can_send_an_interruption_to_its_parent() -> None:
-    sent = pickle.loads(pickle.dumps(Interrupted(signal.SIGTERM, " after step 3")))
-    assert (sent.number, sent.code) == (signal.SIGTERM, 128 + signal.SIGTERM)
-    assert str(sent) == "Stopped after step 3 by SIGTERM; the same command resumes."
+    interrupted = Interrupted(signal.SIGTERM, " after step 3")
+    sent = pickle.loads(pickle.dumps(interrupted))
+    assert (sent.number, sent.code) == (interrupted.number, interrupted.code)
+    assert str(sent) == str(interrupted)
 
 
 def test_a_low_limit_replaces_other_advice(tmp_path: Path) -> None:
