@@ -90,7 +90,7 @@ def timed(name: str) -> Area:
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise UserError(f"The tests of {name} ended with code {process.returncode}:\n{output}")
+        raise UserError(f"The tests of {name} ended with exit code {process.returncode}:\n{output}")
     passed = re.search(r"(\d+) passed", output)
     return Area(
         name=name,

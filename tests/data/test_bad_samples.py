@@ -106,7 +106,7 @@ def test_the_window_forgets(tmp_path):
         for _ in range(95):
             merged(log, bad_batch([1]))
         merged(log, *[bad_batch([])] * 1000)
-    with pytest.raises(UserError, match="the latest: no image"):
+    with pytest.raises(UserError, match="the latest reason: no image"):
         for _ in range(200):
             merged(log, bad_batch(list(range(10))))
 

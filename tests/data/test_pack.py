@@ -203,7 +203,7 @@ def test_the_folder_is_complete_or_absent(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not an empty folder"):
         run(table, tmp_path / "out")
     opened = open_table(str(table))
-    with pytest.raises(UserError, match=r"No row of .* can be used \(the first: .*image cannot be read"):
+    with pytest.raises(UserError, match=r"No row of .* can be used \(the first one: .*image cannot be read"):
         pack(opened, tmp_path / "none", choose_columns(opened, image="uid"))
     assert not (tmp_path / "none").exists()
 

@@ -166,7 +166,7 @@ def test_a_manifest_without_a_member_is_refused_where_it_is_opened(tmp_path: Pat
     with process_pool(1) as pool:
         write_manifest(tmp_path / "m", paths, pool, ScanOptions(checksum=True))
     options = ScanOptions(captions=("txt", "syn.txt"))
-    with pytest.raises(UserError, match=r"does not list syn\.txt members.* --captions txt syn\.txt"):
+    with pytest.raises(UserError, match=r"does not list the members syn\.txt.* --captions txt syn\.txt"):
         open_manifest(str(tmp_path / "m"), tmp_path, options=options)
     assert open_manifest(str(tmp_path / "shards"), tmp_path / "cache", processes=1, options=options).n == 4
 

@@ -205,5 +205,5 @@ def test_all_ranks_share_a_counter() -> None:
 def test_rows_that_the_number_of_ranks_does_not_divide_are_refused() -> None:
     communicator = Communicator()
     communicator.world_size = 2
-    with pytest.raises(ValueError, match="3 rows over 2 ranks"):
+    with pytest.raises(ValueError, match="3 rows are not divisible by 2 ranks"):
         communicator.reduce_scatter(torch.zeros(3, 1), "state")

@@ -105,7 +105,7 @@ def test_a_file_that_is_not_safetensors_is_refused_although_its_checksum_matches
         files = {**read_meta(newest)["files"], name: checksum_of(newest / name)}
         (newest / "meta.json").write_text(sealed({**read_meta(newest), "files": files}))
         assert keeper(folder).newest() == newest
-        with pytest.raises(UserError, match=rf"{name} cannot be read .*restore it"):
+        with pytest.raises(UserError, match=rf"{name} cannot be read .*restore the file"):
             keeper(folder).load(newest, PlainEngine(), fresh())
             StateFiles(newest / "state").weights()
 

@@ -104,7 +104,7 @@ def test_a_run_without_a_checkpoint_trains_its_tokenizer_again(shards: Path, tmp
     [
         ("--data.val={tmp}/nothing", "nothing does not exist"),
         ("--data.zero_shot={tmp}/nothing", "nothing does not exist; pass an evaluation set"),
-        ("--data.evaluation_sets={tmp}/nothing", "nothing is not a folder"),
+        ("--data.evaluation_sets={tmp}/nothing", "nothing is neither a folder nor an evaluation set"),
         ("--model.vision.std=[0,1,1]", r"model\.vision\.std"),
         ("--model.vision.std=[-1,1,1]", r"model\.vision\.std"),
         ("--model.vision.std=[.inf,1,1]", r"model\.vision\.std"),
@@ -196,7 +196,7 @@ def test_a_run_larger_than_the_machine_is_reported(
     options = ["demo", *SMALL, f"--data.train={shards}"]
     print_dry_run(parse([*options, f"--data.batch_size={1 << 24}"]).config, ONE_RANK, None)
     printed = capsys.readouterr().out
-    assert f"but this machine has {memory:,.1f} GB" in printed
+    assert f"but this machine has {memory:,.2f} GB" in printed
     assert "but /dev/shm has " in printed
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4096")
     print_dry_run(parse(options).config, ONE_RANK, None)

@@ -28,7 +28,7 @@ def test_the_recorder_profiles_the_requested_steps(tmp_path: Path) -> None:
     assert "| a product | - | 1 | 3 |" in (tmp_path / REPORT).read_text()
 
 
-@pytest.mark.parametrize(("steps", "message"), [(0, ""), (3, "ended before step 5")])
+@pytest.mark.parametrize(("steps", "message"), [(0, ""), (3, "this launch ran 3 steps, but the profile needs 5")])
 def test_without_the_steps_there_is_no_profile(
     steps: int, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -76,5 +76,5 @@ def test_a_measurement_is_recorded_with_its_origin(tmp_path: Path, monkeypatch: 
     assert read.origin.date > ORIGIN.date
     with pytest.raises(UserError, match="no table with the columns loss, ms"):
         measured_again(file, [sys.executable, "-c", "print('| loss |')"])
-    with pytest.raises(UserError, match="ended with code 3"):
+    with pytest.raises(UserError, match="ended with exit code 3"):
         measured_again(file, [sys.executable, "-c", "raise SystemExit(3)"])

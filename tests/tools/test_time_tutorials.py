@@ -28,7 +28,7 @@ def test_a_step_runs_its_commands_with_the_files_of_the_reader(tmp_path: Path) -
 
 def test_a_failed_command_is_reported_with_its_last_lines(tmp_path: Path) -> None:
     step = Step(page="page", name="step", commands=["echo no such shard; false", "touch never"], files={})
-    with pytest.raises(UserError, match=r"page, step, ended with code 1:\nno such shard"):
+    with pytest.raises(UserError, match=r"page, step, ended with exit code 1:\nno such shard"):
         run(step, tmp_path)
     assert not (tmp_path / "never").exists()
 
