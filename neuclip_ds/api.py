@@ -216,7 +216,7 @@ class Model:
                 also be one array of shape (n, H, W, 3) or one tensor of shape (n, 3, H, W).
 
         Raises:
-            ValueError: an array or a tensor is not uint8, or has the wrong shape.
+            ValueError: there is no image, or an array or a tensor is not uint8 or has the wrong shape.
             DecodeError: a file or the encoded bytes do not contain a usable image.
             OSError: a file does not exist or cannot be read.
         """
@@ -226,7 +226,10 @@ class Model:
         return self._encoder_of(len(several)).encode_images([self._pixels(image) for image in several])
 
     def encode_texts(self, texts: str | Sequence[str]) -> Tensor:
-        """Encode one text or n >= 1 texts as L2-normalized float32 features of shape (n, d)."""
+        """Encode one text or n >= 1 texts as L2-normalized float32 features of shape (n, d).
+
+        Raises ValueError if there is no text.
+        """
         several = [texts] if isinstance(texts, str) else list(texts)
         return self._encoder_of(len(several)).encode_texts(several)
 
@@ -246,6 +249,8 @@ class Model:
 
     def _encoder_of(self, rows: int) -> BatchEncoder:
         """Return an encoder with a batch size that splits `rows` rows into few batches with little padding."""
+        if rows == 0:
+            raise ValueError("There is nothing to encode: pass at least one image or text.")
         batches = max(1, -(-rows // _ENCODED_AT_ONCE))
         batch_size = max(1, -(-rows // batches))
         encode = encoder_of(self.module, self.device)

@@ -186,6 +186,9 @@ def test_no_rows_are_encoded_in_vain(run: neuclip_ds.Run) -> None:
     model.encode_texts(texts[0])
     assert sizes == [33, 33, 1]
     torch.testing.assert_close(features[64:], model.encode_texts(texts[64]))
+    for encode in (model.encode_images, model.encode_texts):
+        with pytest.raises(ValueError, match="nothing to encode"):
+            encode([])
 
 
 def test_an_opened_run_has_the_temperature_that_it_exports(run: neuclip_ds.Run) -> None:
