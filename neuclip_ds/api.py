@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import gc
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,11 @@ from neuclip_ds.config import Config
 from neuclip_ds.data.images import EvalTransform
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import read_environment
+from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
+from neuclip_ds.losses.arithmetic import restored_tf32
 from neuclip_ds.recipe import recipe_config
+from neuclip_ds.reporting.log import restored_logging
 from neuclip_ds.reporting.metrics import read_series
 from neuclip_ds.training import trainer
 from neuclip_ds.training.hooks import Hook
@@ -30,13 +35,16 @@ OneImage = str | PathLike[str] | bytes | Image.Image | NDArray[np.uint8] | Tenso
 """One image, in any form that `Model.encode_images` accepts."""
 
 _ENCODED_AT_ONCE = 64  # most images or texts in one batch
+_DEFAULT_NAME = "run"  # of a run whose config names neither the run nor a recipe
+
+_training = threading.RLock()  # held while a thread trains
 
 
 def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any) -> Run:
     """Train a model as `neuclip-ds train` does, on all ranks of a distributed launch or only in this process.
 
     Args:
-        recipe: a recipe's name, the path of a YAML file, or a `Config`.
+        recipe: a recipe's name, the path of a YAML file, or a `Config`, whose `run.name` is `run` by default.
         hooks: `Hook` objects, whose methods are called before and after training steps.
         overrides: options that override the recipe's, nested or dotted: `optimizer={"lr": 1e-3}` or
             `**{"optimizer.lr": 1e-3}`. They cannot be combined with a `Config`.
@@ -45,7 +53,7 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
         The run, which is complete unless a hook stopped it.
 
     Raises:
-        UserError: the config or the data cannot be used.
+        UserError: the config or the data cannot be used, or another thread trains.
         TypeError: a config is combined with overrides.
         TrainingDiverged: losses or gradients stay non-finite, or replicated state differs between ranks.
         Interrupted: Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP stopped the run, which saved a checkpoint if training had
@@ -64,10 +72,16 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
                 f"A Config already contains all options: set {names} in it, or pass a recipe's name instead."
             )
         config = recipe
+        if config.run.name is None:
+            config = config.model_copy(update={"run": config.run.model_copy(update={"name": _DEFAULT_NAME})})
     else:
         config = recipe_config(recipe, overrides)
-    trainer.train(config, read_environment(), [*optional_hooks(config), *hooks])
-    return Run(config.run.output_dir / str(config.run.name))
+    folder = (config.run.output_dir / str(config.run.name)).absolute()  # the caller may change the working folder later
+    with _one_thread(), restored_logging(), _default_settings():
+        trainer.train(config, read_environment(), [*optional_hooks(config), *hooks])
+    # frees the model, and the process group, for whose threads a process that the caller forks would wait forever
+    gc.collect()
+    return Run(folder)
 
 
 def load(model: str | PathLike[str], device: torch.device | str | None = None, *, ema: bool = False) -> Model:
@@ -92,7 +106,44 @@ def load(model: str | PathLike[str], device: torch.device | str | None = None, *
         probabilities = model.logits("picture.jpg", ["a red circle", "a blue square"]).softmax(dim=1)  # (1, 2)
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return Model(open_model(str(model), Communicator(device), ema), device)
+    with _default_settings():
+        return Model(open_model(str(model), _this_rank(device), ema), device)
+
+
+def _this_rank(device: torch.device) -> Communicator:
+    """Return a communicator that sends nothing: a program may load and use a model on some of its ranks only."""
+    return Communicator(device).single_rank()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Raise `UserError` if another thread trains: the process group and the random state belong to the process."""
+    if not _training.acquire(blocking=False):
+        raise UserError("Another thread of this process is training: wait for it, or train in another process.")
+    try:
+        yield
+    finally:
+        _training.release()
+
+
+@contextmanager
+def _default_settings() -> Iterator[None]:
+    """Use torch's default settings in the block; at its end, restore the caller's settings and random state."""
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    device = torch.get_default_device()
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with (
+            restored_tf32(),
+            torch.random.fork_rng(gpus),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            nullcontext() if device.type == "cpu" else torch.device("cpu"),
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 class Run:
@@ -154,9 +205,7 @@ class Model:
         self.bias = saved.logits.bias
         self._size = saved.preprocessing.size
         self._transform = EvalTransform.of(saved.preprocessing)
-        encode = encoder_of(self.module, device)
-        communicator = Communicator(device)
-        self._encoder = BatchEncoder(encode, saved.tokenizer, communicator, _ENCODED_AT_ONCE, self._transform)
+        self._tokenizer = saved.tokenizer
 
     def encode_images(self, images: OneImage | Sequence[OneImage] | Tensor | NDArray[np.uint8]) -> Tensor:
         """Encode images as L2-normalized float32 features of shape (n, d).
@@ -167,7 +216,7 @@ class Model:
                 also be one array of shape (n, H, W, 3) or one tensor of shape (n, 3, H, W).
 
         Raises:
-            ValueError: an array or a tensor is not uint8, or has the wrong shape.
+            ValueError: there is no image, or an array or a tensor is not uint8 or has the wrong shape.
             DecodeError: a file or the encoded bytes do not contain a usable image.
             OSError: a file does not exist or cannot be read.
         """
@@ -177,7 +226,10 @@ class Model:
         return self._encoder_of(len(several)).encode_images([self._pixels(image) for image in several])
 
     def encode_texts(self, texts: str | Sequence[str]) -> Tensor:
-        """Encode one text or n >= 1 texts as L2-normalized float32 features of shape (n, d)."""
+        """Encode one text or n >= 1 texts as L2-normalized float32 features of shape (n, d).
+
+        Raises ValueError if there is no text.
+        """
         several = [texts] if isinstance(texts, str) else list(texts)
         return self._encoder_of(len(several)).encode_texts(several)
 
@@ -197,8 +249,12 @@ class Model:
 
     def _encoder_of(self, rows: int) -> BatchEncoder:
         """Return an encoder with a batch size that splits `rows` rows into few batches with little padding."""
+        if rows == 0:
+            raise ValueError("There is nothing to encode: pass at least one image or text.")
         batches = max(1, -(-rows // _ENCODED_AT_ONCE))
-        return replace(self._encoder, batch_size=max(1, -(-rows // batches)))
+        batch_size = max(1, -(-rows // batches))
+        encode = encoder_of(self.module, self.device)
+        return BatchEncoder(encode, self._tokenizer, _this_rank(self.device), batch_size, self._transform)
 
     def _pixels(self, image: OneImage) -> Tensor:
         """Return the pixels of an image in the model's size, uint8 (3, H, W)."""

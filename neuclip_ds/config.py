@@ -595,6 +595,10 @@ class Config(Section):
             blank["siglip"] = {"bias": None}
         return {**tree, "objective": merge(blank, objective)}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as this class: a subclass with the options of registered losses cannot be imported by its name."""
+        return Config.__new__, (Config,), self.__getstate__()
+
     def rank_batch(self, world_size: int) -> int:
         """Return the number of pairs per rank in a global batch; raise `UserError` if it is not a whole number."""
         batch_size = self.data.batch_size

@@ -77,6 +77,11 @@ class Interrupted(KeyboardInterrupt):
         super().__init__(f"Stopped{where} by {signal.Signals(number).name}; to continue, run the same command again.")
         self.number = number
         self.code = 128 + number
+        self._where = where
+
+    def __reduce__(self) -> tuple[type["Interrupted"], tuple[int, str]]:
+        """Pickle the arguments instead of the message: a process pool sends the exception to its parent process."""
+        return type(self), (self.number, self._where)
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:

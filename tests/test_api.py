@@ -1,22 +1,31 @@
 """Test the trainer as a library: `neuclip_ds.train`, its results, and the trained model."""
 
+import copy
+import gc
+import logging
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
-import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import run_ranks
 
 import neuclip_ds
 from neuclip_ds.checkpoint.saved_model import open_model, read_result
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.stop_signals import STOP_SIGNALS
+from neuclip_ds.recipe import recipe_config
 
 SMALL = {
     "model.vision.image_size": 16,
@@ -27,6 +36,21 @@ SMALL = {
     "max_steps": 3,
 }
 LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+
+def process_state() -> dict[str, object]:
+    """Return settings of the process that a run changes while it trains."""
+    root = logging.getLogger()
+    return {
+        "signal handlers": [signal.getsignal(number) for number in STOP_SIGNALS],
+        "launcher's variables": LAUNCHER_VARIABLES & os.environ.keys(),  # later commands take them for a launcher's
+        "algorithms of libraries": [os.environ.get(name) for name in ("NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG")],
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "log": (root.level, list(root.handlers), logging.getLogger("neuclip_ds").level, logging.raiseExceptions),
+        "excepthook": sys.excepthook,
+        "random state": torch.get_rng_state().tolist(),
+        "linear": torch.nn.functional.linear,
+    }
 
 
 class CountSteps(neuclip_ds.Hook):
@@ -45,8 +69,7 @@ class CountSteps(neuclip_ds.Hook):
 @pytest.fixture(scope="module")
 def run(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> neuclip_ds.Run:
     hook = CountSteps()
-    handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
-    variables = LAUNCHER_VARIABLES & os.environ.keys()
+    before = process_state()
     options = {
         **SMALL,
         "run": {"output_dir": tmp_path_factory.mktemp("runs"), "name": "library"},
@@ -56,19 +79,85 @@ def run(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> neuclip_ds.Ru
     }
     run = neuclip_ds.train("demo", hooks=[hook], **options)
     assert hook.steps == 3
-    assert not torch.are_deterministic_algorithms_enabled()
-    assert handlers == [signal.getsignal(number) for number in STOP_SIGNALS]
-    assert variables == LAUNCHER_VARIABLES & os.environ.keys()  # otherwise, later commands take them for a launcher's
+    assert process_state() == before
     return run
+
+
+def call_in_thread(work: Callable[[], object]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result()
 
 
 def test_a_run_works_outside_the_main_thread(shards: Path, tmp_path: Path) -> None:
     """Python allows signal handlers only in the main thread."""
     where = {"run": {"output_dir": tmp_path, "name": "run"}, "data.train": str(shards), "data.val": ""}
-    thread = threading.Thread(target=lambda: neuclip_ds.train("demo", **{**SMALL, **where}))
-    thread.start()
-    thread.join()
+    raised: list[neuclip_ds.UserError] = []
+
+    class TrainsToo(neuclip_ds.Hook):
+        def start(self, loop) -> None:  # in another thread than this one
+            with pytest.raises(neuclip_ds.UserError, match="Another thread of this process is training") as caught:
+                call_in_thread(lambda: neuclip_ds.train("demo"))
+            raised.append(caught.value)
+
+    call_in_thread(lambda: neuclip_ds.train("demo", hooks=[TrainsToo()], **{**SMALL, **where}))
     assert (tmp_path / "run" / "checkpoints").is_dir()
+    assert len(raised) == 1
+
+
+def test_a_run_does_not_depend_on_the_callers_settings(
+    run: neuclip_ds.Run, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    where = {"run": {"output_dir": "runs", "name": None}, "run.log_every": 1, "data.train": str(shards)}
+    config = recipe_config("demo", {**SMALL, **where})
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.inference_mode():
+            other = neuclip_ds.train(config)
+        assert dist.is_initialized()
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+        dist.destroy_process_group()
+    monkeypatch.chdir("/")
+    assert other.folder == tmp_path / "runs" / "run"
+    assert other.results["loss"] == run.results["loss"]
+
+
+@pytest.mark.parametrize("deepspeed", ["zero2_bf16", "zero3_bf16"])
+def test_nothing_of_an_earlier_run_stays_in_memory(deepspeed: str, shards: Path, tmp_path: Path) -> None:
+    where = {"run": {"output_dir": tmp_path, "name": "run"}, "data.train": str(shards), "data.val": ""}
+    before = process_state()
+    threads = psutil.Process().num_threads()
+    neuclip_ds.train("demo", deepspeed=deepspeed, **{**SMALL, **where})
+    assert process_state() == before
+    # a forked process, such as a DataLoader's, would wait for the threads of a process group that it collects
+    assert psutil.Process().num_threads() <= threads
+    assert [thing for thing in gc.get_objects() if type(thing).__name__ in ("DualEncoder", "DeepSpeedEngine")] == []
+
+
+def test_a_copied_model_encodes_with_its_own_weights(run: neuclip_ds.Run) -> None:
+    model = run.model("cpu")
+    features = model.encode_texts("a red cat")
+    copied = copy.deepcopy(model)
+    sent = pickle.loads(pickle.dumps(model))  # to a process of multiprocessing
+    with torch.no_grad():
+        for weight in model.module.parameters():
+            weight.add_(1)
+    assert not torch.equal(model.encode_texts("a red cat"), features)
+    assert torch.equal(copied.encode_texts("a red cat"), features)
+    assert torch.equal(sent.encode_texts("a red cat"), features)
+
+
+def encode_on_rank_zero(communicator: Communicator, folder: str) -> list[int]:
+    if communicator.rank != 0:
+        return []
+    return list(neuclip_ds.load(folder, "cpu").encode_texts("a red cat").shape)
+
+
+def test_one_rank_alone_may_load_a_model(run: neuclip_ds.Run) -> None:
+    assert run_ranks(2, encode_on_rank_zero, str(run.folder)) == [[1, 16], []]
 
 
 def test_results_include_metrics_of_training_and_evaluation(run: neuclip_ds.Run) -> None:
@@ -97,6 +186,9 @@ def test_no_rows_are_encoded_in_vain(run: neuclip_ds.Run) -> None:
     model.encode_texts(texts[0])
     assert sizes == [33, 33, 1]
     torch.testing.assert_close(features[64:], model.encode_texts(texts[64]))
+    for encode in (model.encode_images, model.encode_texts):
+        with pytest.raises(ValueError, match="nothing to encode"):
+            encode([])
 
 
 def test_an_opened_run_has_the_temperature_that_it_exports(run: neuclip_ds.Run) -> None:

@@ -3,12 +3,14 @@
 import errno
 import importlib.metadata
 import os
+import pickle
 import re
+import signal
 from pathlib import Path
 
 import pytest
 
-from neuclip_ds.errors import UserError, explained, install_command
+from neuclip_ds.errors import Interrupted, UserError, explained, install_command
 from neuclip_ds.files import explain_disk
 
 
@@ -25,6 +27,13 @@ def test_the_cause_is_kept_wherever_a_library_puts_it() -> None:
     long = message(ValueError("Cannot open it. " + "details " * 1000 + "Row 7 is broken"))
     assert "Cannot open it" in long and "Row 7 is broken" in long and len(long) < 700
     assert "(KeyError)" in message(KeyError()) and "ZeroDivisionError" in message(ZeroDivisionError())
+
+
+def test_a_process_pool_can_send_an_interruption_to_its_parent() -> None:
+    interrupted = Interrupted(signal.SIGTERM, " after step 3")
+    sent = pickle.loads(pickle.dumps(interrupted))
+    assert (sent.number, sent.code) == (interrupted.number, interrupted.code)
+    assert str(sent) == str(interrupted)
 
 
 def test_a_low_limit_replaces_other_advice(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Read tables of image-caption pairs: CSV, TSV, JSON Lines or Parquet files with columns of images and captions.
 
-A folder of images with texts of the same names (dog.jpg and dog.txt) is read as such a table too.
+A folder of images, each with a .txt file of the same name (dog.jpg and dog.txt), is also read as a table.
 """
 
 from __future__ import annotations

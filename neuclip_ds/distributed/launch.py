@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -55,6 +56,8 @@ _MMAP_THRESHOLD = -3
 _LARGEST_REUSED_BLOCK = 2**31 - 1  # bytes
 _MAX_CHANGES = 300  # characters of a message about different configs
 
+_joined: dist.ProcessGroup | None = None  # the process group that `join` has created, until `leave`
+
 
 @contextmanager
 def process_group(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
@@ -83,6 +86,7 @@ def process_group(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
         _choose_device(environment.local_rank)
     except UserError as error:
         if environment.world_size == 1:
+            _restore_variables(before)
             raise
         problem = str(error)  # rank 0 reports it, so that the other nodes do not wait for this rank
     with ExitStack() as stack:
@@ -100,6 +104,8 @@ def process_group(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
             stack.enter_context(detector)
         else:
             stack.callback(_restore_variables, before)  # else other programs would take them for a launcher's
+            # torch's hook writes the rank before each line of a traceback, once for each group that was ever joined
+            stack.callback(setattr, sys, "excepthook", sys.excepthook)
             stack.callback(leave)
         flushed_before = bool(torch.tensor(2.0**-126).div(2) == 0)
         stack.callback(torch.set_flush_denormal, flushed_before)
@@ -123,6 +129,7 @@ def join(
         group_store: a dedicated connection to the store through which several ranks connect; by default, a new
             connection to MASTER_ADDR.
     """
+    global _joined
     accelerator = get_accelerator()
     device = torch.device(accelerator.current_device_name())
     timeout = _COLLECTIVE_LIMIT + timedelta(seconds=max_outage)
@@ -147,6 +154,7 @@ def join(
                 timeout=timeout,
                 device_id=bound_device,
             )
+        _joined = dist.group.WORLD
     if device.type == "cpu":
         return Communicator("cpu", store=store)
     if dist.get_world_size() == 1:
@@ -184,13 +192,17 @@ def _name_orphans() -> None:
 
 
 def leave() -> None:
-    """Leave the process group and drop DeepSpeed's references to it.
+    """Leave the process group and drop DeepSpeed's references to it, unless the group existed before `join`.
 
     If a process ends while the group's threads are still running, it aborts instead of exiting cleanly.
     """
+    global _joined
+    if not dist.is_initialized() or dist.group.WORLD is not _joined:
+        return
+    _joined = None
     if deepspeed.comm.is_initialized():
         deepspeed.comm.destroy_process_group()
-    elif dist.is_initialized():
+    else:
         dist.destroy_process_group()
 
 

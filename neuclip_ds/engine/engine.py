@@ -291,6 +291,11 @@ class Engine:
 
     # Evaluation
 
+    def close(self) -> None:
+        """Remove DeepSpeed's hooks, which would keep the model and the optimizer in memory; no step may follow."""
+        self._deepspeed.destroy()
+        zero.release_globals()
+
     def eval(self) -> None:
         """Put the towers into evaluation mode."""
         self._deepspeed.eval()

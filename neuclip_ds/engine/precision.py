@@ -15,6 +15,12 @@ from neuclip_ds.errors import UserError
 
 log = logging.getLogger(__name__)
 
+_LIBRARY_ALGORITHMS = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",  # NCCL's own choice would depend on the nodes of the launch
+    "NCCL_NVLS_ENABLE": "0",
+}
+
 
 def towers_dtype(engine: dict[str, Any]) -> torch.dtype:
     """Return the dtype of weights and activations under DeepSpeed's config."""
@@ -40,21 +46,31 @@ def resolve_comm_dtype(config: Config, engine: dict[str, Any]) -> torch.dtype:
 def set_matmul_precision(config: Config, engine: dict[str, Any], device: torch.device) -> None:
     """Set and log the precision in which a GPU multiplies float32 matrices; do nothing on a CPU or for bf16 towers.
 
-    The setting applies to the whole process. The loss overrides it for its own matrix products.
+    The setting applies to the whole process until `neuclip_ds.train` ends. The loss overrides it for its own matrix
+    products.
     """
     if device.type == "cuda" and towers_dtype(engine) is torch.float32:
         torch.backends.cuda.matmul.allow_tf32 = config.model.matmul_precision == "tf32"
         log.info("float32 towers: matrix products in %s (model.matmul_precision)", config.model.matmul_precision)
 
 
-def fix_library_algorithms() -> None:
-    """Make cuBLAS and NCCL use the same algorithms in every launch, unless the user's environment selects others.
+@contextmanager
+def fixed_library_algorithms(enabled: bool) -> Iterator[None]:
+    """If `enabled`, cuBLAS and NCCL use the same algorithms in every launch, unless the environment selects others.
 
-    NCCL reads its variables when ranks connect; cuBLAS reads its variable at the first call.
+    NCCL reads its variables when ranks connect; cuBLAS reads its variable at the first call. The block's end removes
+    the variables, so that they do not change later runs of this process and commands that it starts.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ.setdefault("NCCL_ALGO", "Ring")  # NCCL's own choice would depend on the nodes of the launch
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    added: list[str] = []
+    if enabled:
+        added = [name for name in _LIBRARY_ALGORITHMS if name not in os.environ]
+    for name in added:
+        os.environ[name] = _LIBRARY_ALGORITHMS[name]
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 @contextmanager
@@ -67,7 +83,6 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     if not enabled:
         yield
         return
-    fix_library_algorithms()
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     settings = torch.utils.deterministic
     filled_memory = settings.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -75,7 +90,8 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     # no operation reads uninitialized memory, so filling it would only take time
     settings.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
-        yield
+        with fixed_library_algorithms(True):
+            yield
     except RuntimeError as error:
         if "deterministic" not in str(error):
             raise

@@ -6,6 +6,7 @@ The fields are those of the DeepSpeed version that `engine/config.py` requires. 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -17,7 +18,9 @@ import deepspeed.utils.groups
 import torch
 from deepspeed.runtime import compiler
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import Tensor, nn
 
 from neuclip_ds.distributed.communicator import Communicator
@@ -161,6 +164,15 @@ def restore_linear() -> None:
     """
     if torch.nn.functional.linear is zero3_linear_wrap:
         torch.nn.functional.linear = torch._C._nn.linear
+
+
+def release_globals() -> None:
+    """Undo what ZeRO 3 changes for the whole process: torch's linear function, and references to the model."""
+    restore_linear()
+    parameter_offload.FWD_MODULE_STACK.clear()
+    # a method's cache, whose keys contain modules; a decorator hides it
+    method = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+    inspect.getclosurevars(method).nonlocals["func"].cache_clear()
 
 
 def share_process_group(communicator: Communicator) -> None:

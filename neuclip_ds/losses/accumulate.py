@@ -30,7 +30,7 @@ _ONCE_EACH = (
 def with_gradients(loss: Tensor, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
     """Return a copy of `loss` whose backward pass propagates `gradients` to `inputs`.
 
-    The backward pass raises `RuntimeError` with `create_graph=True`, because the gradients have no derivative.
+    The backward pass raises `RuntimeError` with `create_graph=True`, because double backward is not supported.
 
     Args:
         loss: 0-dim loss.
@@ -52,7 +52,10 @@ class _WithGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # autograd would treat the result as a constant
-            raise RuntimeError("The loss's gradient is in closed form and has no derivative: omit create_graph=True.")
+            raise RuntimeError(
+                "The loss computes its gradient in closed form and does not support double backward: omit "
+                "create_graph=True."
+            )
         scaled: list[Tensor] = []
         # docs: autograd
         for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):

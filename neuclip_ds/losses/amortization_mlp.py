@@ -65,7 +65,7 @@ class AmortizationMlp:
     def draw(self, seed: int) -> Tensor:
         """Return (size,) float32 weights on the CPU, initialized like torch's layers but with a separate generator."""
         generator = torch.Generator().manual_seed(seed)
-        flat = torch.empty(self.size, device="cpu")
+        flat = torch.empty(self.size, dtype=torch.float32, device="cpu")
         w = self.weights(flat)
         for matrix, bias, inputs in (
             (w.up, w.up_bias, self._dim),

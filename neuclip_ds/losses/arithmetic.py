@@ -81,6 +81,17 @@ def products_exact_for(dtype: torch.dtype) -> Iterator[None]:
         _allow_tf32(allowed_before)
 
 
+@contextmanager
+def restored_tf32() -> Iterator[None]:
+    """Restore torch's switch for TF32 at the end of the block."""
+    allowed_before = _allows_tf32()
+    try:
+        yield
+    finally:
+        if _allows_tf32() != allowed_before:
+            _allow_tf32(allowed_before)
+
+
 def pair_products(rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
     """Return rows @ columns.T for float32 features that `dtype` represents exactly; only the sums are rounded.
 

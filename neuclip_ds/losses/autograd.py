@@ -1,6 +1,7 @@
 """Losses from outside the package: a function of gathered features, differentiated by autograd."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -46,10 +47,11 @@ def autograd_loss(function: FeatureLoss) -> LossBuilder:
         loss_fn(image, text).backward()
     """
 
-    def build(config: ObjectiveConfig, context: LossContext) -> LossFunction:
-        return AutogradLoss(function)
+    return partial(_build, function)
 
-    return build
+
+def _build(function: FeatureLoss, config: ObjectiveConfig, context: LossContext) -> LossFunction:
+    return AutogradLoss(function)
 
 
 class AutogradLoss(LossFunction):

@@ -104,7 +104,7 @@ class PendingBatch:
         if image.ndim != 2 or image.shape != text.shape or len(image) != self.rows:
             raise ValueError(
                 f"The features of the {name} have shapes {tuple(image.shape)} (images) and {tuple(text.shape)} "
-                f"(texts): pass two tensors of the shape ({self.rows}, D)."
+                f"(texts): pass two tensors of shape ({self.rows}, D)."
             )
         device = self._communicator.device
         images = self._begin_gather(to_device(image, device), "stored_features")

@@ -178,6 +178,10 @@ class ObjectiveConfig(Section):
                 )
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle without the class, which cannot be imported by its name if it has options of registered losses."""
+        return _blank_objective, (), self.__getstate__()
+
     @property
     def needs_epochs(self) -> bool:
         """Whether the method depends on the number of steps in an epoch or in the run."""
@@ -208,6 +212,12 @@ def objective_config() -> type[ObjectiveConfig]:
         name: (options, Field(default_factory=options)) for name, options in REGISTERED_OPTIONS.items()
     }
     return create_model("ObjectiveConfig", __base__=ObjectiveConfig, __module__=__name__, **fields)
+
+
+def _blank_objective() -> ObjectiveConfig:
+    """Return an object whose state `pickle` will set."""
+    section = objective_config()
+    return section.__new__(section)
 
 
 def default_objective() -> ObjectiveConfig:

@@ -233,8 +233,8 @@ def _open_clip_mlp(towers: TrainedTowers) -> dict[str, Tensor]:
     additional = hidden - first.shape[0]
     if additional < 0:
         raise UserError(
-            f"This model cannot be exported to open_clip, whose MLP head of an image tower has {hidden} hidden units, "
-            f"fewer than this model's {first.shape[0]}: {_ANY_MODEL}."
+            f"This model cannot be exported to open_clip: the MLP head of open_clip's image tower would have {hidden} "
+            f"hidden units, fewer than this model's {first.shape[0]}; {_ANY_MODEL}."
         )
     return {
         "visual.head.mlp.fc1.weight": nn.functional.pad(first, (0, 0, 0, additional)),

@@ -41,12 +41,12 @@ def read_speed(run: Path, config: Config) -> MeasuredSpeed:
     measured = load_saved(run / "config.yaml")
     for name, of_run, planned in (
         ("model options", measured.model, config.model),
-        ("values of the option deepspeed", measured.deepspeed, config.deepspeed),
-        ("values of objective.method", measured.objective.method, config.objective.method),
+        ("option deepspeed", measured.deepspeed, config.deepspeed),
+        ("objective.method", measured.objective.method, config.objective.method),
     ):
         if of_run != planned:
             raise UserError(
-                f"The run in --measured={run} and this run have different {name}: measure a short run with this run's "
+                f"The run in --measured={run} differs from this run in its {name}: measure a short run with this run's "
                 f"{name}."
             )
     steps, speeds = series.get("samples_per_second", ([], []))

@@ -3,12 +3,15 @@
 import logging
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
 from neuclip_ds.errors import redact
 
 _LAYOUT = "%(asctime)s %(levelname)s %(message)s"
+_WITH_HANDLERS = ("DeepSpeed", "transformers")  # loggers to which libraries add handlers
 
 
 def configure_logging(rank: int, log_file: Path | None = None) -> None:
@@ -19,7 +22,7 @@ def configure_logging(rank: int, log_file: Path | None = None) -> None:
     Each call replaces the handlers of the previous one.
     """
     root = logging.getLogger()
-    previous_handlers = [handler for handler in root.handlers if handler.name == __name__]
+    previous_handlers = _own_handlers(root)
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
     if rank == 0 and log_file is None:
         # keeps the messages until a file is set
@@ -44,7 +47,7 @@ def configure_logging(rank: int, log_file: Path | None = None) -> None:
     root.setLevel(logging.WARNING)
     logging.getLogger("neuclip_ds").setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logging.getLogger("transformers").setLevel(logging.WARNING)
-    for name in ("DeepSpeed", "transformers"):  # their own handlers would print messages twice, and not to log.txt
+    for name in _WITH_HANDLERS:  # their own handlers would print messages twice, and not to log.txt
         logging.getLogger(name).handlers.clear()
         logging.getLogger(name).propagate = True
     # a filter, not a level: DeepSpeed sets its logger's level when it is imported, perhaps after this call
@@ -53,6 +56,41 @@ def configure_logging(rank: int, log_file: Path | None = None) -> None:
     # DeepSpeed calls collectives by names that newer versions of torch deprecate
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     logging.raiseExceptions = False  # a full disk would print a traceback for each line
+
+
+@contextmanager
+def restored_logging() -> Iterator[None]:
+    """Undo at the end of the block what `configure_logging` changed in it; a command's own logging is kept.
+
+    Otherwise, a notebook would lose its INFO messages, and its warnings would be added to the log of the last run.
+    """
+    root = logging.getLogger()
+    if _own_handlers(root):  # of a command, which configured logging before the block
+        yield
+        return
+    levels = {name: logging.getLogger(name).level for name in ("root", "neuclip_ds", "transformers")}
+    others = [logging.getLogger(name) for name in _WITH_HANDLERS]
+    states = [(list(logger.handlers), logger.propagate) for logger in others]
+    show_warning = warnings.showwarning
+    raise_exceptions = logging.raiseExceptions
+    try:
+        yield
+    finally:
+        for handler in _own_handlers(root):
+            root.removeHandler(handler)
+            handler.close()
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+        for logger, (handlers, propagate) in zip(others, states, strict=True):
+            logger.handlers[:] = handlers
+            logger.propagate = propagate
+        if warnings.showwarning is not show_warning:
+            logging.captureWarnings(False)
+        logging.raiseExceptions = raise_exceptions
+
+
+def _own_handlers(root: logging.Logger) -> list[logging.Handler]:
+    return [handler for handler in root.handlers if handler.name == __name__]
 
 
 class _Redacting(logging.Formatter):

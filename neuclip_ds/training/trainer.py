@@ -9,8 +9,8 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from neuclip_ds.engine.device_batches import DeviceBatch, DeviceBatches
 from neuclip_ds.engine.engine import Engine
 from neuclip_ds.engine.precision import (
     deterministic_algorithms,
-    fix_library_algorithms,
+    fixed_library_algorithms,
     require_precision,
     resolve_comm_dtype,
     set_matmul_precision,
@@ -116,11 +116,10 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
     """
     check_config(config, environment.world_size)  # a mistake in the config is reported before ranks connect
     folder = config.run.output_dir / str(config.run.name)
-    if config.run.deterministic:
-        fix_library_algorithms()
     # docs: train
     with (
         raising_interrupted(),
+        fixed_library_algorithms(config.run.deterministic),
         process_group(dump(config), config.data.max_outage) as communicator,
         deterministic_algorithms(config.run.deterministic),
         locked(folder, communicator),
@@ -143,13 +142,14 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
                 changes = communicator.on_rank_zero(lambda: move_staged_files(staged, folder, loop.context.config))
 
         has_ended = is_complete
-        if not is_complete:
-            environment_of_launch = record_environment(folder, communicator)
-            configure_logging(communicator.rank, folder / "log.txt")
-            log_changes(changes)
-            with ExitStack() as history:
+        with ExitStack() as stack:
+            stack.enter_context(closed_at_end(loop.context.engine))
+            if not is_complete:
+                environment_of_launch = record_environment(folder, communicator)
+                configure_logging(communicator.rank, folder / "log.txt")
+                log_changes(changes)
                 if communicator.rank == 0:
-                    history.enter_context(recorded_launch(folder, environment_of_launch, changes, loop))
+                    stack.enter_context(recorded_launch(folder, environment_of_launch, changes, loop))
                 # docs: train
                 has_ended = recover_and_train(run, hooks)
                 # docs: end
@@ -157,6 +157,23 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
             leave()  # the other ranks do not wait while rank 0 writes the report and copies the run
             for hook in reversed(hooks):
                 hook.after_run(loop)
+
+
+@contextmanager
+def closed_at_end(engine: Engine) -> Iterator[None]:
+    """Close the engine after the block, so that a program that trains several times keeps no model of an earlier run.
+
+    After an error on one of several ranks, the engine stays open: closing it waits for the GPU, which may be waiting
+    for other ranks.
+    """
+    try:
+        yield
+    except BaseException:
+        if engine.communicator.world_size == 1:
+            with suppress(RuntimeError):  # the error to report may have made the GPU unusable
+                engine.close()
+        raise
+    engine.close()
 
 
 def recover_and_train(run: "Run", hooks: Sequence[Hook]) -> bool:

@@ -129,6 +129,7 @@ def test_one_rank_without_a_launcher_needs_its_gpu_too(monkeypatch: pytest.Monke
     monkeypatch.setattr(environment, "find_gpus", lambda: ["/dev/kfd"])
     with pytest.raises(UserError, match=r"has GPUs \(/dev/kfd\)"), launch.process_group("task"):
         pass
+    assert "RANK" not in os.environ  # otherwise, later commands of a notebook take it for a launcher's
 
 
 def test_ranks_that_do_not_connect_end_with_the_variables_to_set(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.precision import deterministic_algorithms, require_precision, set_matmul_precision
 from neuclip_ds.errors import UserError
+from neuclip_ds.losses.arithmetic import restored_tf32
 from neuclip_ds.losses.base import Position
 from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
 from neuclip_ds.recipe import parse
@@ -41,9 +42,10 @@ def test_matmul_precision_is_set_and_logged_on_a_gpu(
 ) -> None:
     MATMUL.allow_tf32 = not tf32
     tried = config("zero1_fp32", **options)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO), restored_tf32():
         set_matmul_precision(tried, load_engine_config(tried, 1), torch.device("cuda"))
-    assert MATMUL.allow_tf32 == tf32
+        assert MATMUL.allow_tf32 == tf32
+    assert MATMUL.allow_tf32 != tf32, "a program's own products keep their precision after a run"
     assert f"matrix products in {tried.model.matmul_precision} (model.matmul_precision)" in caplog.text
 
 
@@ -105,6 +107,7 @@ def test_nccl_variables_are_set_before_ranks_connect(monkeypatch: pytest.MonkeyP
     with pytest.raises(KeyError):
         trainer.train(parse(["demo", "--run.deterministic=true"]).config, RankEnvironment(0, 0, 1))
     assert found == ["Ring", "1"], "the user's choice stays"
+    assert "NCCL_ALGO" not in os.environ, "a later run must not inherit it"
 
 
 def test_an_operation_without_a_deterministic_algorithm_is_named() -> None:

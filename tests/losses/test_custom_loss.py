@@ -1,5 +1,6 @@
 """Losses that are not in the package: registered functions and classes, their options, their state, and ranks."""
 
+import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -166,6 +167,26 @@ def test_a_name_or_options_that_cannot_be_used_are_refused(registry: None) -> No
     register_loss("mine", builder)
     register_loss("mine", builder)  # as in a notebook cell that is run again
     assert METHODS["mine"].estimates_normalizers is False
+
+
+class WeightOptions(Section):
+    weight: float = 1.0
+
+
+def mean_distance(image: Tensor, text: Tensor, index: Tensor) -> Tensor:
+    return (image - text).square().sum(dim=1).mean()
+
+
+def test_configs_and_losses_with_registered_options_can_be_pickled(registry: None) -> None:
+    register_loss("distance", autograd_loss(mean_distance), WeightOptions)
+    config = recipe_config("demo", {"objective.method": "distance", "objective.distance.weight": 0.5})
+    sent = pickle.loads(pickle.dumps(config))
+    assert dump(sent) == dump(config)
+    assert sent.objective.distance.weight == 0.5
+    loss_fn = ContrastiveLoss("distance", dim=DIM, distance={"weight": 0.5})
+    sent_loss = pickle.loads(pickle.dumps(loss_fn))
+    assert sent_loss.config.model_dump() == loss_fn.config.model_dump()
+    assert torch.equal(train(sent_loss, range(1))[0], train(loss_fn, range(1))[0])
 
 
 def test_a_skipped_step_leaves_the_state_of_a_custom_loss_unchanged(plugins: None) -> None:

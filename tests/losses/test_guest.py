@@ -128,6 +128,17 @@ def test_the_default_device_has_no_effect(variant: str) -> None:
     assert loss_fn.eval()(image, text).device.type == "cpu"
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_default_dtype_has_no_effect(variant: str) -> None:
+    expected = step(loss_of(variant), 0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        results = step(loss_of(variant), 0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, results, expected))
+
+
 @pytest.mark.parametrize("given", ["argument", "attribute"])
 def test_a_scaler_can_be_used_in_the_first_accumulated_step(given: str) -> None:
     weights: list[Tensor] = []

@@ -1,6 +1,7 @@
-"""A plain training loop for small heads on frozen features, with any loss of this project or an oracle of the study.
+"""A plain training loop for small heads on frozen features, or for small towers on pixels and words.
 
-`train` is the whole loop; a step takes a few milliseconds on one core.
+The loss is any loss of this project or an oracle of the study. `train` is the whole loop; a step of heads takes a few
+milliseconds on one core.
 """
 
 import math

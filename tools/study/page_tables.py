@@ -342,19 +342,21 @@ def _rho_of(seeds: Seeds) -> str:
 
 def causes() -> str:
     """Recall of variants that test why a loss is worse than others, and their differences from these other losses."""
-    peers = {  # by stage: the stage of the runs to compare with, what it varies, and the arms
-        "neuclip_tau": ("finals", "", ("neuclip", "neuclip, constant tau")),
-        "queue_copies": ("map_copies", "copies=0.8", ("fastclip_v3",)),
-        "queue_long": ("map_long", "epochs=30", ("fastclip_v3",)),
+    # by stage: what it varies, and the stages and arms with which its arms are compared
+    peers = {
+        "neuclip_tau": ("", [("finals", "neuclip"), ("finals", "neuclip, constant tau")]),
+        "queue_copies": ("copies=0.8", [("map_copies", "fastclip_v3"), ("queue_copies", QUEUE)]),
+        "queue_long": ("epochs=30", [("map_long", "fastclip_v3"), ("map_long", "neuclip_queue"), ("map_long", QUEUE)]),
     }
     rows: list[list[str]] = []
-    for stage, (peer_stage, setting, peer_arms) in peers.items():
+    for stage, (setting, compared) in peers.items():
         for arm, seeds in _by_arm(stage).items():
             title = _setting_of(next(iter(seeds.values()))) or "12 epochs"
             tau = statistics.mean(result.results["tau"] for result in seeds.values())
-            for peer in peer_arms:
-                difference_from_peer = gain(seeds, runs(peer_stage, peer, 16, setting))
-                rows.append([title, label(arm), f"{tau:.3f}", mean(seeds), label(peer), difference_from_peer])
+            for peer_stage, peer in compared:
+                if (peer_stage, peer) != (stage, arm):
+                    difference_from_peer = gain(seeds, runs(peer_stage, peer, 16, setting))
+                    rows.append([title, label(arm), f"{tau:.3f}", mean(seeds), label(peer), difference_from_peer])
     head = ["setting, B = 16", "loss", "final tau", "recall", "compared with", "difference"]
     return markdown(head, rows, of_stages(*peers))
 

@@ -48,8 +48,8 @@ def grouped(records: Mapping[str, Any]) -> Groups:
 def tables(records: Mapping[str, Any]) -> str:
     """Return a Markdown table for each stage and batch size.
 
-    Each arm is compared with OpenCLIP in the same setting. OpenCLIP itself, or an arm without such a run, is compared
-    with the best setting of OpenCLIP.
+    Each arm is compared with plain `openclip`, if the stage contains it. Otherwise, it is compared with OpenCLIP in the
+    same setting; OpenCLIP itself, or an arm without such a run, is compared with the best setting of OpenCLIP.
     """
     return "\n\n".join(_table(stage, batch, rows) for (stage, batch), rows in sorted(grouped(records).items()))
 
@@ -63,7 +63,7 @@ def _table(stage: str, batch: int, rows: Mapping[str, Mapping[int, Any]]) -> str
         header.insert(3, "minus the loss alone")
     lines = [header, ["---"] * len(header)]
     for name, seeds in sorted(rows.items(), key=lambda row: -_mean(row[1], "recall")):
-        # the peer in the same setting, or else the best peer
+        # the plain peer, else the peer in the same setting, else the best peer
         same_setting = [peer for peer in peers if peer != name and name.endswith(peer.removeprefix(PEER))]
         peer = min(same_setting, key=len, default=best)
         gain = "-"
