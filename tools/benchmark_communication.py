@@ -47,7 +47,7 @@ class Variant:
 
 
 def savings(image: Tensor, text: Tensor, world_size: int, tower: Tensor) -> dict[str, tuple[Work, Work]]:
-    """Return the variants before and after each optimization, which send the same information.
+    """Return the variants before and after each optimization, which serve the same purpose in a step.
 
     Args:
         image, text: (b, d) features of one rank.

@@ -1,8 +1,8 @@
 """For developers of neuclip_ds: measure the raw readers, the sample order and the store of per-sample statistics.
 
 The part `raw` compares our reader of raw samples with webdataset and MosaicML streaming; the parts `order` and `store`
-use a billion samples. Contenders run interleaved in new processes; results are medians. MosaicML streaming is omitted
-if it is not installed (`make peers`). tools/benchmark_streaming.py measures loaders.
+use a billion samples. Contenders run interleaved in new processes; results are medians (`store` runs once). MosaicML
+streaming is omitted if it is not installed (`make peers`). tools/benchmark_streaming.py measures loaders.
 
 Example: python tools/benchmark_data.py '/data/flickr8k/train' --parts raw --repeats 5
 """

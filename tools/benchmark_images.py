@@ -4,7 +4,8 @@ Photographs with a longer side of 512 px, and captions, become batches of random
 pipeline is `open_clip_train.data.get_wds_dataset` (webdataset, PIL, float32 batches) with open_clip's training
 transform and tokenizer. Ours yields uint8 batches and tokenizes with a BPE trained on the captions. To compare only the
 loaders, webdataset's WebLoader also runs with our transform and tokenizer. Contenders run interleaved in new processes;
-results are medians. Then the photographs are loaded as in an evaluation, twice with the same processes.
+results are medians. Then the photographs are loaded as in an evaluation, twice with the same processes. Finally, the
+stages of our pipeline and of open_clip's are timed one by one.
 
 The photographs are mosaics of enlarged images from a dataset (`--data`), so they have the detail, size and number of
 bytes of real photographs. Without a dataset, the images are the demo's scenes with noise.

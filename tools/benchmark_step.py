@@ -17,25 +17,26 @@ without views and allocations.
 (optimizer.lean_zero1), packed (model.text.packed), class_token (model.vision.class_token_only) and compiled
 (model.compile=blocks). The name of a change turns on this change alone, and `all` turns on all of them (lean only with
 ZeRO 1 in bf16). Single changes are measured only for the first of --methods and --rows, and further methods only for
-the first of --rows. The peers always pad captions and compute all tokens in all blocks; ddp_compiled compiles the
-towers of plain DDP. Every --peer-flags adds a run of open_clip with these options, which are passed as one string.
---open-clip-main also runs a checkout of open_clip's main branch, once for every --open-clip-main-flags. The ratios
-compare the last of --variants with every program.
+the first of --rows. The peers pad captions and compute all tokens in all blocks, unless options of open_clip change
+this; ddp_compiled compiles the towers of plain DDP. With --peer-flags, open_clip runs once for each of these flags,
+with the options that are passed as one string (an empty string for none). --open-clip-main also runs a checkout of
+open_clip's main branch, once for every --open-clip-main-flags. The ratios compare the last of --variants with every
+program.
 
 With --caption-tokens, random captions have N tokens on average (lognormal, with a standard deviation of 0.53 N, which
 is between those of CC3M's and CC12M's captions), or lengths drawn from a file with one length per line. The default,
 `full`, fills the context.
 
-With --time-limit, programs that would probably exceed the limit are omitted. A program that fails is reported at the
-end; the others still run.
+With --time-limit, runs of the part `speed` that would probably exceed the limit are omitted. A program that fails is
+reported at the end; the others still run.
 
 The part `shares` prints the objective's share of a step of --share-model. The towers and the optimizer are timed in
 real steps of --share-rows pairs. The objective alone is timed at that batch size and at the paper's global batch size,
 for which the towers are assumed to take the same time per pair.
 
 The part `throughput` prints a table for the documentation: samples/s of our steps on random pairs, the share of the
-GPUs' peak FLOP/s that the towers reach (MFU, without recomputed operations), and the objective's share of profiled
-steps, in which the profiler slows down the host.
+GPUs' peak FLOP/s that the towers reach (MFU, without recomputed operations; only in bf16), and the objective's share of
+profiled steps, in which the profiler slows down the host.
 
 Config options, such as --data.decoder=pil or --objective.temperature.initial=0.01, are passed to all programs.
 
@@ -236,7 +237,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         help="other programs (default: ddp open_clip)",
     )
     parser.add_argument(
-        "--peer-flags", action="append", help="open_clip options for an additional run of open_clip; may be repeated"
+        "--peer-flags",
+        action="append",
+        help="open_clip options for a run of open_clip (default: none); may be repeated",
     )
     parser.add_argument(
         "--open-clip-main", type=Path, help="checkout of open_clip's main branch, which is measured too"

@@ -1,7 +1,7 @@
 """For developers of neuclip_ds: compare our loader with webdataset and MosaicML streaming, on disk and from S3.
 
-All contenders read the same samples (JPEG and txt pairs) with the same transform, workers, batch size and prefetch, and
-with their default shuffles. A new process measures one epoch, and a second one measures the first batch of an epoch
+All contenders read the same samples (JPEG and txt pairs) with the same transform, workers, batch size and prefetch;
+each shuffles in its own way. A new process measures one epoch, and a second one measures the first batch of an epoch
 that is resumed in the middle. Shards on disk are first dropped from the page cache. S3 is a server on this machine with
 latency and limited bandwidth; local caches of shards start empty, and webdataset reads from the server with curl.
 MosaicML streaming is omitted if it is not installed (`make peers`).

@@ -1,7 +1,8 @@
-"""Compare the losses in the papers' regime on two CPU cores: small heads on frozen features, many thousands of steps.
+"""Compare the losses in many thousands of steps on two CPU cores: small heads on frozen features, or small towers.
 
-The first call computes the features. OUT/results.jsonl receives a line for each run that ended, so the same command
-resumes a study that was interrupted. tools/study/plan.yaml lists the arms and the stages.
+The first call computes the features; with --pixels or --trainer, it writes the towers' inputs instead.
+OUT/results.jsonl receives a line for each run that ended, so the same command resumes a study that was interrupted.
+tools/study/plan.yaml lists the arms and the stages.
 
 Examples:
   python tools/run_study.py /data/flickr8k --stages gate oracles
@@ -220,9 +221,9 @@ def selected(jobs_of_stage: list[Job], options: argparse.Namespace) -> list[Job]
 
 
 def estimate(stage: str, todo: list[Job], known: Mapping[str, Any], processes: int) -> str:
-    """Return a sentence with the estimated hours of runs, from the CPU seconds of earlier runs with the same loss.
+    """Return a sentence with the estimated hours of runs, from the CPU seconds of earlier runs.
 
-    The seconds per epoch of a loss depend on the batch size and the towers, but barely on the loss's options.
+    The seconds per epoch depend on the loss, the batch size and the towers, but barely on the loss's options.
     """
     epoch_seconds: dict[tuple[str, int, str], list[float]] = {}
     start_seconds: dict[tuple[str, int, str], list[float]] = {}

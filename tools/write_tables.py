@@ -9,8 +9,8 @@ replaces the lines between them:
 It replaces a number or a phrase in a sentence in the same way: <!-- value: NAME --><!-- end of value -->.
 
 In a git checkout with its whole history, the program first lists the records whose code has changed since they were
-made (tools/measurements/older_code.txt); the tables mark their numbers as "older code". Elsewhere, the stored list is
-used.
+made (tools/measurements/older_code.txt); the tables mark their numbers as "older code". Elsewhere, and with --print,
+the stored list is used.
 
 Examples:
   python tools/write_tables.py

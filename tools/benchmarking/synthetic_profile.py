@@ -51,7 +51,7 @@ def prototypes_of(config: Config) -> int:
 
 
 def first_prediction(config: Config) -> int:
-    """Return the first step at which all prototypes are drawn from samples, or 0 if there are no prototypes."""
+    """Return a number of steps after which prototypes have been drawn or the queue is full; 0 if there is neither."""
     prototypes = prototypes_of(config)
     return math.ceil(prototypes / config.data.batch_size) + 1 if prototypes else 0
 

@@ -83,7 +83,7 @@ class Splits(NamedTuple):
 
 
 def load_splits(folder: Path, validation: int = 400) -> Splits:
-    """Return the standardized features of a dataset; `cache_features` must have written them.
+    """Return the standardized features of a dataset, which `cache_features` or `cache_pixels` has written.
 
     The last `validation` images of the training shards become the validation split.
     """

@@ -1,6 +1,7 @@
 """The tables of docs/reference/results.md, from the records of tools/study/*.jsonl; tools/write_tables.py writes them.
 
-A table lists all arms of its stages that have records, in the order of plan.yaml, so that new records need no code.
+Most tables list all arms of their stages that have records, in the order of plan.yaml, so that new records need no
+code. The others list pairs or groups of arms that the functions name.
 """
 
 import math

@@ -34,8 +34,8 @@ IMAGE_WEIGHTS = "image.safetensors"
 def prepare_shards(source: str, folder: Path) -> None:
     """Write FOLDER/train, FOLDER/test and, for scenes, FOLDER/validation, unless they exist.
 
-    A training sample has one caption, so each pair has its own index. FOLDER/image.safetensors contains the weights of
-    the photographs' image tower.
+    A training sample has one caption, so each pair has its own index. For photographs, FOLDER/image.safetensors
+    contains the weights of the image tower.
 
     Args:
         source: a folder with shards in train/ and val/, or demo:N for N rendered scenes.
