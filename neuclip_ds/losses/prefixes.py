@@ -5,7 +5,7 @@ For prefixes p with weights w_p, and any loss L of this package,
     L(e1, e2) + sum_p w_p L_p(e1[:p]/|e1[:p]|, e2[:p]/|e2[:p]|)
 
 where L_p is the same loss with its own state: temperature, per-sample statistics and networks. The prefixes are cut
-from features that have already been gathered, so that only normalizers and scalars are sent for each prefix.
+from features that have already been gathered, so a prefix sends no features, but adds all other traffic of its loss.
 
 With the unit vector x = e[:p]/r and r = |e[:p]|, the gradient G of L_p with respect to x gives (G - (G . x) x)/r for
 the first p dimensions of e.
