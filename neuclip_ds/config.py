@@ -604,9 +604,10 @@ class Config(Section):
         batch_size = self.data.batch_size
         if batch_size % world_size:
             smaller = batch_size // world_size * world_size
+            choices = f"{smaller} or {smaller + world_size}" if smaller else str(world_size)
             raise UserError(
-                f"data.batch_size={batch_size} is not divisible by the {world_size} ranks; "
-                f"use {max(smaller, world_size)} or {smaller + world_size}, or a different number of ranks."
+                f"data.batch_size={batch_size} is not divisible by the {world_size} ranks; use {choices}, or a different "
+                "number of ranks."
             )
         return batch_size // world_size
 

@@ -163,7 +163,7 @@ def test_a_global_batch_is_divided_over_ranks_and_micro_batches() -> None:
     assert config(96).rank_batch(4) == 24
     assert config(96).micro_batch(4) == 24
     assert config(96, 8).micro_batch(4) == 8
-    for batch_size, ranks, fix in ((255, 2, "254 or 256"), (3, 4, "4 or 4"), (10, 4, "8 or 12")):
+    for batch_size, ranks, fix in ((255, 2, "254 or 256"), (3, 4, "4, or a different"), (10, 4, "8 or 12")):
         with pytest.raises(UserError, match=f"not divisible by the {ranks} ranks; use {fix}"):
             config(batch_size).rank_batch(ranks)
     for micro_batch, divisor in ((10, 8), (25, 24), (1000, 24)):

@@ -152,7 +152,12 @@ def _iter_texts(
             shard, _ = manifest.locate(index)
             if shard not in unreadable:
                 path = manifest.shards[shard].path
-                log.warning("the check of captions or the tokenizer's training omits shard %s: %s", path, error)
+                log.warning(
+                    "shard %s cannot be read (%s), so the check of captions or the tokenizer's training omits it; check "
+                    "the storage",
+                    path,
+                    error,
+                )
             unreadable.add(shard)
         else:
             yield texts

@@ -167,7 +167,7 @@ def restore_linear() -> None:
 
 
 def release_globals() -> None:
-    """Undo what ZeRO 3 changes for the whole process: torch's linear function, and references to the model."""
+    """Undo ZeRO 3's process-wide changes: restore torch's linear function, and drop references to the model."""
     restore_linear()
     parameter_offload.FWD_MODULE_STACK.clear()
     # a method's cache, whose keys contain modules; a decorator hides it

@@ -103,7 +103,7 @@ class OpenClipReference:
 
     @torch.no_grad()
     def _forward(self, image_features: Tensor, text_features: Tensor, position: Position) -> list[Tensor]:
-        """Update the temperature; return the global loss and the gradients of the local loss by image and text."""
+        """Update tau; return the global loss and the local loss's gradients with respect to image and text."""
         tau = self._temperature.tau
         with torch.enable_grad():
             image = image_features.detach().requires_grad_()
