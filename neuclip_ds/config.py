@@ -606,8 +606,8 @@ class Config(Section):
             smaller = batch_size // world_size * world_size
             choices = f"{smaller} or {smaller + world_size}" if smaller else str(world_size)
             raise UserError(
-                f"data.batch_size={batch_size} is not divisible by the {world_size} ranks; use {choices}, or a different "
-                "number of ranks."
+                f"data.batch_size={batch_size} is not divisible by the {world_size} ranks; use {choices}, or a "
+                "different number of ranks."
             )
         return batch_size // world_size
 

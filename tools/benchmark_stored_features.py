@@ -44,12 +44,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=64, help="pairs per step")
     parser.add_argument("--steps", type=int, default=4, help="steps of each run; the first one is not timed")
-    parser.add_argument(
-        "--compared",
-        type=int,
-        default=40_000,
-        help="number of features that `neuclip-ds filter` compares (default: 40000)",
-    )
+    compared = "number of features that `neuclip-ds filter` compares (default: 40000)"
+    parser.add_argument("--compared", type=int, default=40_000, help=compared)
     options = parser.parse_args()
     torch.set_num_threads(1)
     with exit_on_mistake(), tempfile.TemporaryDirectory() as temporary:

@@ -153,8 +153,8 @@ def _iter_texts(
             if shard not in unreadable:
                 path = manifest.shards[shard].path
                 log.warning(
-                    "shard %s cannot be read (%s), so the check of captions or the tokenizer's training omits it; check "
-                    "the storage",
+                    "shard %s cannot be read (%s), so the check of captions or the tokenizer's training omits it; "
+                    "check the storage",
                     path,
                     error,
                 )
