@@ -291,11 +291,6 @@ class Engine:
 
     # Evaluation
 
-    def close(self) -> None:
-        """Remove DeepSpeed's hooks, which would keep the model and the optimizer in memory; no step may follow."""
-        self._deepspeed.destroy()
-        zero.release_globals()
-
     def eval(self) -> None:
         """Put the towers into evaluation mode."""
         self._deepspeed.eval()
@@ -380,6 +375,13 @@ class Engine:
         """Set the counters of a resumed run."""
         for name in _COUNTERS:
             setattr(self._deepspeed, name, counters[name])
+
+    # The end of a run
+
+    def close(self) -> None:
+        """Remove DeepSpeed's hooks, which would keep the model and the optimizer in memory; no step may follow."""
+        self._deepspeed.destroy()
+        zero.release_globals()
 
 
 def _gradient_of(features: Tensor) -> Tensor:
