@@ -75,7 +75,7 @@ def main() -> None:
         f"a step on {options.batch} pairs, frozen towers in place": in_place,
         f"a step on {options.batch} pairs, stored features": on_features,
         "`neuclip-ds embed`, per sample": embedding / samples,
-        f"`neuclip-ds filter --near-duplicates`, {options.compared:,} samples": comparing,
+        f"`neuclip-ds filter --near-duplicates`, {options.compared} samples": comparing,
     }
     print("| what | CPU s |\n|---|---|")
     for name, seconds in rows.items():

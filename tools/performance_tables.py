@@ -273,7 +273,7 @@ def cost_of_losses_on_h200() -> str:
 def time_of_near_duplicates() -> str:
     """Return how long `neuclip-ds filter --near-duplicates` takes."""
     file = read_data("stored_features")
-    what = "`neuclip-ds filter --near-duplicates`, 40,000 samples"
+    what = "`neuclip-ds filter --near-duplicates`, 40000 samples"
     return f"{file.row(what=what)['CPU s']} s for 40,000 on one CPU core, {_measured(file)}"
 
 
