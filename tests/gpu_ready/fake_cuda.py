@@ -41,7 +41,6 @@ from torch.utils._pytree import tree_leaves
 
 import neuclip_ds
 from neuclip_ds.distributed.communicator import Communicator, Pending
-from neuclip_ds.distributed.launch import leave
 
 T = TypeVar("T")
 
@@ -357,7 +356,10 @@ def fake_ranks(rank: int, world_size: int, on_gpu: bool = True) -> Iterator[None
         with coordinator, patch.dict("os.environ", LOCAL_RANK="0"), accelerator if on_gpu else nullcontext():
             yield
     finally:
-        leave()
+        if deepspeed.comm.is_initialized():
+            deepspeed.comm.destroy_process_group()
+        else:
+            dist.destroy_process_group()
 
 
 class GpuRank(Communicator):
