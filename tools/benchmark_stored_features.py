@@ -10,7 +10,6 @@ Example: python tools/benchmark_stored_features.py
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from benchmarking.step_clock import StepClock
+from time_tutorials import cpu_time_of_children
 
 import neuclip_ds
 from neuclip_ds.cli.program import exit_on_mistake
@@ -102,12 +102,11 @@ def train(folder: Path, name: str, batch: int, steps: int, options: Mapping[str,
 
 def cpu_time_of(*arguments: str) -> float:
     """Run a command of neuclip-ds in a new process; return its CPU seconds, imports included."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before = cpu_time_of_children()
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "neuclip_ds", *arguments]
     subprocess.run(command, env=environment, check=True, stdout=sys.stderr)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return cpu_time_of_children() - before
 
 
 def write_random_features(folder: Path, samples: int) -> None:

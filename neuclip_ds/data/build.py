@@ -121,7 +121,7 @@ def _load_stored(folder: Path) -> Manifest | None:
     try:
         return load_manifest(folder)
     except UserError as error:
-        problem, _, _ = str(error).rpartition(";")  # the rest is advice for manifests of the user
+        problem = str(error).rsplit(";", 1)[0]  # the rest is advice for manifests of the user
         log.warning("rebuilding the stored manifest, because it cannot be used; you need not do anything. %s", problem)
         return None
 

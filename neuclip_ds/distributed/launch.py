@@ -81,15 +81,16 @@ def process_group(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
     environment = read_environment()
     if environment.local_rank == 0:
         _name_orphans()
-    problem = ""
-    try:
-        _choose_device(environment.local_rank)
-    except UserError as error:
-        if environment.world_size == 1:
-            _restore_variables(before)
-            raise
-        problem = str(error)  # rank 0 reports it, so that the other nodes do not wait for this rank
     with ExitStack() as stack:
+        if environment.world_size == 1:
+            stack.callback(_restore_variables, before)  # else other programs would take them for a launcher's
+        problem = ""
+        try:
+            _choose_device(environment.local_rank)
+        except UserError as error:
+            if environment.world_size == 1:
+                raise
+            problem = str(error)  # rank 0 reports it, so that the other nodes do not wait for this rank
         store: dist.Store | None = None
         group_store: dist.Store | None = None
         detector: FailureDetector | None = None
@@ -103,7 +104,6 @@ def process_group(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
             detector = FailureDetector(environment, detector_store, joined.address)
             stack.enter_context(detector)
         else:
-            stack.callback(_restore_variables, before)  # else other programs would take them for a launcher's
             # torch's hook writes the rank before each line of a traceback, once for each group that was ever joined
             stack.callback(setattr, sys, "excepthook", sys.excepthook)
             stack.callback(leave)
