@@ -109,9 +109,10 @@ class VisionTower(Encoder):
         return self
 
     def feature(self, x: Tensor) -> Tensor:
-        # Channels-last saves cuDNN a transposition around each convolution. Activations inherit the pixels' layout;
-        # weights stay contiguous, because ZeRO flattens them, and are transposed in each convolution.
-        layout = torch.channels_last if x.is_cuda and self._is_convolutional else torch.preserve_format
+        # Channels-last saves cuDNN a transposition around each convolution, and suits depthwise convolutions on a CPU:
+        # a step of tf_efficientnet_lite0 takes half the time. Activations inherit the pixels' layout; weights stay
+        # contiguous, because ZeRO flattens them, and are transposed in each convolution.
+        layout = torch.channels_last if self._is_convolutional else torch.preserve_format
         dtype = next(self.parameters()).dtype
         pixels = self.normalize(x).to(dtype, memory_format=layout)
         return _pooled(self.trunk(pixels))
