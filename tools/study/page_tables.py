@@ -59,6 +59,7 @@ _SITUATIONS = {
     "50% wrong captions": ("map_noise", "noise=0.5"),
     "80% copied pairs": ("map_copies", "copies=0.8"),
     "from scratch, 2 epochs": ("trained_scenes", "epochs=2"),
+    "pretrained, 2 epochs": ("trained_photographs", ""),
 }
 
 
@@ -407,17 +408,11 @@ def guide_settings() -> str:
 
 def trained_towers() -> str:
     """Recall of OpenCLIP with both towers trained, and the differences of the other arms from it."""
-    columns = {
-        "search": {arm: best_of_search("trained_search", arm) for arm in arms_of("trained_search")},
-        "scenes, 2 epochs": _by_arm("trained_scenes"),
-        "scenes, 6 epochs": _by_arm("trained_scenes_long"),
-        "photographs, 2 epochs": _by_arm("trained_photographs"),
-    }
-    columns = {title: by_arm for title, by_arm in columns.items() if by_arm}
-    arms = arms_of("trained_search")
+    search = {arm: best_of_search("trained_search", arm) for arm in arms_of("trained_search")}
+    columns = {"search": search, **_final_runs_of_trained_towers()}
     recalls = [mean(by_arm.get(PEER, {})) for by_arm in columns.values()]
     rows = [[f"recall of `{PEER}`", *recalls]]
-    for arm in arms:
+    for arm in search:
         if arm != PEER:
             gains = [gain(by_arm.get(arm, {}), by_arm.get(PEER, {})) for by_arm in columns.values()]
             rows.append([label(arm), *gains])
@@ -429,9 +424,9 @@ def trained_towers() -> str:
 
 
 def pairs_of_trained_towers() -> str:
-    """Differences between two arms with both towers trained for two epochs: those that the text compares."""
-    by_arm = _by_arm("trained_scenes")
+    """Differences between two arms with both towers trained: those that the text compares."""
     compared = [
+        ("neuclip_queue, constant tau", "fastclip_v3"),
         ("neuclip_queue, constant tau", "neuclip"),
         ("neuclip_queue, constant tau", "neuclip pooled, constant tau"),
         ("neuclip_queue, constant tau", "neuclip_queue"),
@@ -439,12 +434,27 @@ def pairs_of_trained_towers() -> str:
         ("neuclip", "sogclr"),
         ("neuclip pooled, constant tau", "neuclip"),
     ]
+    columns = _final_runs_of_trained_towers()
     rows: list[list[str]] = []
-    results: list[Result] = []
     for ours, theirs in compared:
-        rows.append([f"{label(ours)}, minus {label(theirs)}", gain(by_arm[ours], by_arm[theirs])])
-        results += [*by_arm[ours].values(), *by_arm[theirs].values()]
-    return markdown(["difference", "scenes, 2 epochs"], rows, results)
+        gains = [gain(by_arm.get(ours, {}), by_arm.get(theirs, {})) for by_arm in columns.values()]
+        rows.append([f"{label(ours)}, minus {label(theirs)}", *gains])
+    results: list[Result] = []
+    for by_arm in columns.values():
+        for arm in {arm for pair in compared for arm in pair}:
+            results += by_arm.get(arm, {}).values()
+    return markdown(["difference", *columns], rows, results)
+
+
+def _final_runs_of_trained_towers() -> dict[str, dict[str, Seeds]]:
+    """Return the final runs with both towers trained, by column title and arm; columns without runs are left out."""
+    stages = {
+        "scenes, 2 epochs": "trained_scenes",
+        "scenes, 6 epochs": "trained_scenes_long",
+        "photographs, 2 epochs": "trained_photographs",
+    }
+    columns = {title: _by_arm(stage) for title, stage in stages.items()}
+    return {title: by_arm for title, by_arm in columns.items() if by_arm}
 
 
 def _by_arm(stage: str) -> dict[str, Seeds]:
