@@ -124,7 +124,8 @@ def find_checkpoint(path: Path) -> Path:
 def find_best_checkpoint(run: Path) -> Path:
     """Return a run's checkpoint with the best `run.best_metric`.
 
-    Raises `UserError` if no best checkpoint has been recorded, or if it or its record is missing or damaged.
+    Raises `UserError` if no best checkpoint has been recorded, its record is damaged, or the checkpoint is missing. The
+    checkpoint's files are not verified.
     """
     best = read_best(run / "checkpoints")
     if best is None:
@@ -304,7 +305,11 @@ def initial_source(config: ModelConfig, communicator: Communicator) -> ModelSour
 
 
 def planned_source(config: ModelConfig) -> ModelSource:
-    """Open the same source as `initial_source`, but without the weights and on one rank; raises the same errors."""
+    """Open the source of a run's initial model on one rank, to plan the run.
+
+    Weights are neither downloaded nor verified. Raises `UserError` if `model.pretrained` or a pretrained text encoder
+    cannot be used.
+    """
     checkpoint = _initial_checkpoint(config)
     if checkpoint:
         return RunStart(config, Path(checkpoint))
