@@ -1,4 +1,4 @@
-"""Compute only the class token in the last block of vision transformers that pool there.
+"""Compute only the class token in the last block of vision transformers that pool at this token.
 
 The feature of such a tower is the class token after the last block. In that block, the other tokens provide keys and
 values, but their queries, attention outputs and MLP do not reach the feature. Omitting them changes nothing in exact

@@ -1,6 +1,6 @@
 """open_clip checkpoints: ARCHITECTURE/TAG, ARCHITECTURE/FILE, or a folder with open_clip_config.json and weights.
 
-Every model is built with its text tower as a separate module (open_clip's CustomTextCLIP), because ZeRO-3 gathers a
+Every model is built with its text tower as a separate module (open_clip's CustomTextCLIP), because ZeRO 3 gathers a
 parameter when its module runs. For exported files, `config_names` restores the tensor names that open_clip expects.
 """
 

@@ -83,7 +83,7 @@ class PretrainedTextTower(TextTower):
             weight = is_token.unsqueeze(2)
             total = (hidden.float() * weight).sum(dim=1)
             return (total / weight.sum(dim=1)).to(hidden.dtype)
-        last = is_token.sum(dim=1) - 1  # (b,) positions; the tokenizer has made sure that EOS is there
+        last = is_token.sum(dim=1) - 1  # (b,) positions; for `eos`, the tokenizer puts EOS there
         rows = torch.arange(len(x), device=x.device)
         return hidden[rows, last]
 
