@@ -84,7 +84,7 @@ class MemoryAccount(NamedTuple):
 
 
 class StandInTokenizer:
-    """Placeholder for a tokenizer that has not been trained yet."""
+    """Placeholder for a tokenizer that has not been trained yet, and for CLIP's tokenizer."""
 
     def __init__(self, text: TextConfig) -> None:
         self.vocab_size = text.vocab_size
