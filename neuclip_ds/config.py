@@ -78,7 +78,7 @@ class RunConfig(Section):
     """Number of training samples on which each evaluation measures the error of the estimated normalizers; 0 skips
     this measurement."""
     plugins: list[str] = Field([])
-    """Modules that register losses, imported before the config is read: names of modules, or paths of .py files.
+    """Modules that register losses, imported before the options are checked: names of modules, or paths of .py files.
     `--plugin` adds one (docs/how-to/custom_loss.md)."""
     profile_steps: int = Field(0, ge=0)
     """Number of steps to profile, after the first ten. The time and traffic of each phase of a step are written to

@@ -395,7 +395,9 @@ def score_blends(options: argparse.Namespace, communicator: Communicator) -> str
 def _with_target(
     data: _TaskData, name: str | None, config: Config, checkpoint: Path, communicator: Communicator
 ) -> tuple[_TaskData, Task]:
-    """Return the tasks with the target, which is the task with this name or by default the run's validation pairs.
+    """Return the tasks, and the one that is the target: the task `name` or, by default, the run's validation pairs.
+
+    The validation pairs are added to the tasks if they are not among them.
 
     Raises UserError if there is no such task, or the run has no validation pairs.
     """

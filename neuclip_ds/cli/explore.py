@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> None:
             host = f"[{options.host}]" if ":" in options.host else options.host
             print(f"Open http://{host}:{port} in a browser; Ctrl-C stops the server.", flush=True)
             server = make_server(page, options.host)
-            with suppress(Interrupted):  # a stop signal is the usual end, after which the folder of images is deleted
+            with suppress(Interrupted):  # a stop signal is the usual end, after which the query images are deleted
                 server.run(sockets=[listener])
 
 

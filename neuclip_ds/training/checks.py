@@ -25,7 +25,7 @@ _NOT_ARCHITECTURE: Any = {
 
 
 def check_config(config: Config, world_size: int) -> None:
-    """Raise `UserError` for mistakes in a config that can be found without the data, the model and other ranks.
+    """Raise `UserError` for mistakes in a config that can be found without the data, the model or other ranks.
 
     These are invalid batch sizes, DeepSpeed configs and options of stored features.
     """
