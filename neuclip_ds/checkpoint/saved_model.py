@@ -69,7 +69,7 @@ def open_model(name: str, communicator: Communicator, average: bool = False) -> 
     Raises `UserError` if the model does not exist, if its files are inconsistent, or if it has no moving average
     although `average` is true.
     """
-    path = Path(name)
+    path = Path(name).expanduser()
     if is_run(path):
         checkpoint = Path(communicator.on_rank_zero(lambda: str(find_checkpoint(path))))
         verify_together(checkpoint, communicator)
@@ -139,7 +139,7 @@ class SavedRun:
 
     config: Config
     source: ModelSource
-    initial_logits: LogitParameters  # temperature and bias at the first step
+    initial_logits: LogitParameters  # of the model that the run started from; for random weights, fixed defaults
     tokenizer: ModelTokenizer
 
 
@@ -243,7 +243,7 @@ class RunStart(ModelSource):
     LoRA adapters of that run are merged, and position embeddings are resampled to the config's sizes.
 
     Args:
-        config: model config of the new run; its `pretrained` names the earlier one.
+        config: model config of the new run; its `pretrained` names the earlier run.
         checkpoint: checkpoint of the earlier run.
 
     Raises:
