@@ -71,7 +71,7 @@ def model_card(
 
 
 def _metrics_at(step: int, path: Path) -> dict[str, float]:
-    """Return all metrics of a step in a run's metrics.jsonl; none if the file does not exist."""
+    """Return all metrics of a step in a run's metrics.jsonl, or an empty dict if the file does not exist."""
     metrics: dict[str, float] = {}
     if path.is_file():
         for record in read_metrics(path):

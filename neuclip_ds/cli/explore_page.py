@@ -1,8 +1,8 @@
 """The page of `neuclip-ds explore`, built with Gradio, and its server.
 
 Result images are part of the page, as small JPEGs that are made from the given images. The server therefore serves no
-files except Gradio's own and the query images that users drop, which it deletes when it stops. The Content-Security-
-Policy makes browsers refuse all requests to other hosts.
+files except Gradio's own and the query images that users drop, which it deletes when it stops. A
+Content-Security-Policy makes browsers refuse all requests to other hosts.
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ def _weights_name(config: VisionConfig) -> str:
 def _create_with_weights(config: VisionConfig, weights: Mapping[str, Tensor]) -> Any:
     """Create the image model without a classifier and load its weights; timm resamples the position embeddings.
 
-    Raise UserError if a tensor still has its random initial value: timm does not always reject weights that lack a
-    tensor.
+    Raises UserError if the weights do not fit the model, or if a tensor still has its random initial value: timm does
+    not always reject weights that lack a tensor.
     """
     with torch.random.fork_rng(devices=[]):  # the models are created on the CPU
         torch.manual_seed(0)

@@ -231,9 +231,10 @@ def with_sizes(config: ModelConfig, image_size: int | None, context_length: int 
 
 
 def with_architecture(config: ModelConfig, architecture: ModelConfig) -> ModelConfig:
-    """Return a config with the towers of another one, at the image size and context length of `config` if it sets them.
+    """Return `config` with the towers of `architecture`.
 
-    The trained parts, the adapters and all options that do not change the features are taken from `config`.
+    The image size and the context length are those of `config` if it sets them. The trained parts, the adapters and all
+    options that do not change the features are taken from `config`.
     """
     vision = architecture.vision.model_copy(
         update={

@@ -98,7 +98,7 @@ def shortages(estimate: MemoryAccount, loaders: LoaderMemory, device: str) -> li
 
 
 def _shortage(needed: int, available: int, memory: str, fix: str, free: bool = False) -> list[str]:
-    """Return a warning if `memory` has fewer available bytes than needed, else an empty list.
+    """Return a list with a warning if `memory` has fewer available bytes than needed, else an empty list.
 
     `free` is whether `available` excludes bytes that are in use.
     """

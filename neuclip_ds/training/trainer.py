@@ -214,7 +214,7 @@ class RunContext:
     embed_dim: int
     """Width of the features."""
     logits: LogitParameters
-    """Temperature and bias of the encoders' checkpoint."""
+    """Temperature and bias of the encoders' checkpoint; without one, fixed defaults."""
     comm_dtype: torch.dtype
     """Dtype in which features are sent between ranks."""
     compilation: Compilation

@@ -23,8 +23,8 @@ from neuclip_ds.models.towers import DualEncoder
 
 Interpolation = Literal["bicubic", "bilinear"]  # of images, antialiased
 
-# a run's initial logit parameters, preprocessing and hash of the weights of `model.pretrained`, next to the library's
-# files
+# file with a run's initial logit parameters, its preprocessing and the hash of the weights of `model.pretrained`, next
+# to the library's files
 START_FILE = "start.json"
 _START_HASH = "weights"  # key of the hash
 
