@@ -487,8 +487,8 @@ class OptimizerConfig(Section):
     cooldown_steps: int | None = Field(None, ge=1)
     """Steps over which `cooldown` and `wsd` decay to min_lr. By default, a fifth of the run."""
     weight_decay: float = Field(0.2, ge=0)
-    """Weight decay of matrices, not of gains or biases. sgd adds it to the gradient; for the other optimizers, it is
-    decoupled."""
+    """Weight decay of parameters with two or more dimensions, but not of gains and biases. sgd adds it to the gradient;
+    for the other optimizers, it is decoupled."""
     betas: tuple[Decay, Decay] = (0.9, 0.98)
     """Betas for AdamW, LAMB and Lion, and for the temperature's optimizer."""
     eps: float = Field(1e-6, gt=0)
@@ -535,7 +535,8 @@ class RecoveryConfig(Section):
     """Recovered state that training uses: the optimizer's moments and step count (`moments`), and each sample's u if
     the method keeps u (`statistics`)."""
     reuse: Path | None = None
-    """Folder of a run whose recovery is reused; that run must have had the same initial weights and data."""
+    """Folder of a run whose recovery is reused, or one of its checkpoints; that run must have had the same initial
+    weights and data."""
 
     @model_validator(mode="after")
     def _gamma_has_a_start(self) -> RecoveryConfig:
