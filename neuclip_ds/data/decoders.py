@@ -5,8 +5,9 @@
 Other members work in the same way, for example `syn.txt` and `blip.json:caption`.
 
 Without weights, all captions of a sample are equally likely. With a weight for each source, training first draws one of
-the sources that have a caption for the sample, and then one of that source's captions. A sample without a synthetic
-caption therefore always gets its original caption. The draw is a pure function of a hash of (seed, epoch, index).
+the sources that have a caption for the sample, and then one of that source's captions. With the sources `txt` and
+`syn.txt`, for example, a sample without a synthetic caption always gets its original caption. The draw depends only on
+the sample's captions and on a hash of (seed, epoch, index).
 
 To suit every tokenizer, invalid UTF-8 and lone surrogates (which JSON can encode) become U+FFFD, NUL becomes a space,
 and captions are truncated to 10,000 characters.

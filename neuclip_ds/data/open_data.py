@@ -87,7 +87,7 @@ def loader_options(data: DataConfig, communicator: Communicator, *manifests: Man
 
 
 def open_cache(data: DataConfig) -> ShardCache:
-    """Open this node's cache of remote shards and features; raise UserError if its folder cannot be used."""
+    """Open this node's cache of remote shards and features; raise UserError if its folder or size cannot be used."""
     return ShardCache(
         data.cache_dir or private_folder(),
         int(data.cache_gb * 1e9),
@@ -128,7 +128,10 @@ def iter_captions(
 
 
 def unused_sources(manifest: Manifest, captions: CaptionSources, cache: ShardCache | None = None) -> list[str]:
-    """Of several caption sources, return those that all checked samples lack; read at most one remote shard."""
+    """Return the caption sources that all checked samples lack; a single source is not checked.
+
+    At most one remote shard is read.
+    """
     if len(captions) < 2:
         return []
     unused = {name: Captions([name]) for name in captions}

@@ -1,4 +1,7 @@
-"""The sample order: a pure function of (manifest, seed, epoch, step), independent of the number of ranks and workers.
+"""The sample order: a pure function of (manifest, batch size, interleave, seed, epoch, step).
+
+The order does not depend on the number of ranks and workers. Only the interleave is chosen for the nodes with which a
+run starts; a resumed run keeps it.
 
 In each epoch, the shards are permuted and concatenated, which gives every sample a position 0 ... n - 1. The positions
 are split into S shard streams whose sizes differ by at most one, and every stream is shuffled in blocks of positions. A
@@ -46,7 +49,7 @@ class GlobalOrder:
         shard_starts, shard_sizes: (n_shards,) the index of each shard's first sample, and each shard's sample count.
         interleave: the number of streams (a divisor of B) and the block size; the default suits local shards.
         drop_last: whether to omit n mod B samples, different ones in each epoch. Otherwise, every sample occurs exactly
-            once per epoch, and the last batch is padded with -1.
+            once per epoch, and a partial last batch is padded with -1.
 
     Raises:
         UserError: there are fewer than 2 samples or, with `drop_last`, fewer than B.

@@ -110,7 +110,7 @@ def tabulate(samples: Sequence[SampleEntry], texts: Sequence[str] = ()) -> Sampl
 
 
 def write_part(path: Path, tables: Iterable[SampleTable]) -> None:
-    """Write sample tables with the same members to a file, one row group per table."""
+    """Write one or more sample tables with the same members to a file, one row group per table."""
     remaining = iter(tables)
     first = next(remaining)
     schema = pa.schema([*_schema(first.members), *((name, pa.uint64()) for name in _UID)])

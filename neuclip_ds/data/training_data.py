@@ -136,7 +136,8 @@ def open_training_data(
         communicator: communicator of all ranks.
         staged: folder to which new files are written, instead of the run's folder.
         resumed: the checkpoint from which the run resumes; None for a new run.
-        meta: content of that checkpoint's meta.json, which determines the held-out pairs and the order of the samples.
+        meta: content of that checkpoint's meta.json, which determines the held-out pairs and the interleave of the
+            shards; None for a new run.
         features: folders that `neuclip-ds embed` wrote for the same data, keyed by the names of their tables; none
             by default.
 
