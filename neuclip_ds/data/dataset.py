@@ -126,10 +126,10 @@ class PairDataset:
     """The image-caption pairs of a manifest. The contents of a batch depend only on its (epoch, index) pairs.
 
     `seed` seeds the augmentation and the choice among a sample's captions. Batches contain the rows of `tables`: the
-    features of the drawn caption, and of the drawn crop if a table has random crops. In that case, `random_crops` is
-    the number N of crops, and epoch e augments images as epoch e mod N does; otherwise, it is 0. The tables
-    `image_features` and `text_features` replace the images and the captions, which are then not decoded or tokenized.
-    With both of these tables, no shard is read, unless the draw of a caption depends on weights.
+    features of the drawn caption, and of the drawn crop if a table has random crops. With such a table, `random_crops`
+    is the number N of crops, and epoch e augments images as epoch e mod N does; otherwise, `random_crops` is 0. The
+    tables `image_features` and `text_features` replace the images and the captions, which are then not decoded or
+    tokenized. With both of these tables, no shard is read, unless the draw of a caption depends on weights.
     """
 
     def __init__(

@@ -144,7 +144,7 @@ def unused_sources(manifest: Manifest, captions: CaptionSources, cache: ShardCac
 def _iter_texts(
     manifest: Manifest, limit: int, captions: Captions, cache: ShardCache | None, most_shards: int
 ) -> Iterator[Mapping[str, bytes]]:
-    """Yield the caption files (tar members) of evenly spaced samples, chosen as in `iter_captions`."""
+    """Yield the caption files (tar members) of the samples that `evenly_spaced_indices` returns."""
     reader = TarReader(manifest, captions.extensions, cache)
     indices = evenly_spaced_indices(manifest, limit, most_shards)
     unreadable: set[int] = set()

@@ -1,6 +1,6 @@
 """The training set of a run (one dataset or a weighted mixture) and the order of its samples.
 
-The order is chosen when the run starts, and is stored in the run's checkpoints.
+The order's interleave is chosen when the run starts, and is stored in the run's checkpoints.
 """
 
 import logging
