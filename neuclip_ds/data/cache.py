@@ -189,7 +189,7 @@ class ShardCache:
         return is_intact
 
     def abandon(self, shard: PartialShard) -> None:
-        """Remove the files of a shard that was fetched in pieces."""
+        """Remove the files of a shard that was fetched in pieces, and release its lock."""
         shutil.rmtree(shard.folder, ignore_errors=True)
         self._begun.discard(name_of(shard.url))
         shard.lock.release()

@@ -52,7 +52,7 @@ class StoredFeatures:
 
 
 def join_features(pieces: Sequence[StoredFeatures]) -> StoredFeatures:
-    """Concatenate the rows of the same table's features."""
+    """Concatenate the rows of pieces, which must come from the same table."""
     images = [piece.image for piece in pieces if piece.image is not None]
     texts = [piece.text for piece in pieces if piece.text is not None]
     return StoredFeatures(

@@ -159,7 +159,7 @@ def pair_warnings(
 
 
 def size_warnings(batch_size: int, samples: int) -> list[str]:
-    """Return a warning if one batch needs more samples than the dataset has."""
+    """Return a list with a warning if one batch needs more samples than the dataset has, else an empty list."""
     if batch_size <= samples:
         return []
     return [

@@ -106,7 +106,7 @@ def open_tables(
 ) -> dict[str, FeatureTable]:
     """Open folders of features, given by name, on all ranks.
 
-    Raises UserError if a folder cannot be read, or as `FeatureTable` does, for example if it is for other data.
+    Raises UserError if a folder cannot be read, or as `FeatureTable` does, for example for features of other data.
     """
     tables = {}
     for name, folder in folders.items():

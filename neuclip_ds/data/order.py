@@ -47,8 +47,10 @@ class GlobalOrder:
 
     Args:
         shard_starts, shard_sizes: (n_shards,) the index of each shard's first sample, and each shard's sample count.
+        batch_size: the global batch size B.
+        seed: the seed of the order.
         interleave: the number of streams (a divisor of B) and the block size; the default suits local shards.
-        drop_last: whether to omit n mod B samples, different ones in each epoch. Otherwise, every sample occurs exactly
+        drop_last: whether to omit n mod B samples, chosen anew in each epoch. Otherwise, every sample occurs exactly
             once per epoch, and a partial last batch is padded with -1.
 
     Raises:
@@ -164,6 +166,7 @@ class GlobalOrder:
 
         Args:
             shard_bytes: (n_shards,) the size of each shard in bytes.
+            nodes: the number of nodes over which the streams are distributed.
         """
         used_bytes = np.where(self._sizes > 0, np.asarray(shard_bytes, dtype=np.int64), 0)  # (n_shards,)
         streams = self.interleave.streams

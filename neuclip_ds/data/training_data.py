@@ -45,9 +45,8 @@ from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer, named_
 
 log = logging.getLogger(__name__)
 
-# captions to train a tokenizer on: enough for a vocabulary of CLIP's size, and for each entry of a smaller one
-_TOKENIZER_CAPTIONS = 200_000
-_CAPTIONS_PER_ENTRY = 10
+_TOKENIZER_CAPTIONS = 200_000  # most samples whose captions train a tokenizer; enough for a vocabulary of CLIP's size
+_CAPTIONS_PER_ENTRY = 10  # number of these samples for each entry of a smaller vocabulary
 _CHECKED_CAPTIONS = 200  # samples whose captions are checked for truncation and repetition
 
 
