@@ -66,7 +66,7 @@ _jitter = random.Random()  # separate from the global generator, on which a run'
 class FetchError(OSError):
     """Raised if a shard does not exist, if it does not match the manifest, or if a limit of this machine was reached.
 
-    In the second case, `damaged` is true.
+    `damaged` is true if the shard does not match the manifest.
     """
 
     def __init__(self, message: str, damaged: bool = False) -> None:

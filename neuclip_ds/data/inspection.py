@@ -23,7 +23,7 @@ _PADDED = "a"  # a caption that is shorter than any context
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionLengths:
-    """Lengths of n captions in tokens of a tokenizer."""
+    """Lengths of n captions in a tokenizer's tokens."""
 
     tokens: NDArray[np.int64]  # (n,) tokens without padding, at most the context
     truncated: NDArray[np.bool_]  # (n,) whether the end of the caption is cut off
