@@ -8,8 +8,8 @@ A data file is a CSV table below lines of the form `# key: value`:
     date      ISO date of the measurement
     commit    of the code that ran, or `unknown`
     code      files and folders that the numbers describe
-    command   that prints the table
-    note      anything else; may be repeated
+    command   that prints the table (optional)
+    note      anything else (optional); may be repeated
 """
 
 from __future__ import annotations
