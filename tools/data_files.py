@@ -8,7 +8,7 @@ A data file is a CSV table below lines of the form `# key: value`:
     date      ISO date of the measurement
     commit    of the code that ran, or `unknown`
     code      files and folders that the numbers describe
-    command   that prints the table (optional)
+    command   that printed the table at this commit (optional)
     note      anything else (optional); may be repeated
 """
 
