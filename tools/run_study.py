@@ -1,4 +1,4 @@
-"""Compare the losses in many thousands of steps on two CPU cores: small heads on frozen features, or small towers.
+"""Compare the losses by training small heads on frozen features, or small towers, for thousands of steps on CPU cores.
 
 The first call computes the features; with --pixels or --trainer, it writes the towers' inputs instead.
 OUT/results.jsonl receives a line for each run that ended, so the same command resumes a study that was interrupted.

@@ -23,7 +23,7 @@ from study.oracle import OracleLoss
 
 SHARE = 0.7
 CHECKPOINT = Run("openclip", batch=256, seed=0, epochs=30, options={"temperature": {"initial": 0.07}})
-_checkpoints: dict[int, Trained] = {}  # of this process by seed; a search or the final runs share them
+_checkpoints: dict[int, Trained] = {}  # by seed; all runs of this process share them
 
 
 def fine_tune(pairs: Pairs, held_out: Pairs, run: Run) -> dict[str, Any]:
