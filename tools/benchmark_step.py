@@ -76,7 +76,7 @@ from benchmarking.synthetic_profile import first_prediction
 from data_files import commit, this_machine
 from step_costs import count_flops
 
-from neuclip_ds.cli.program import exit_on_mistake
+from neuclip_ds.cli.program import exit_on_mistake, positive_integer
 from neuclip_ds.config import CLIP_BPE, Config, dump
 from neuclip_ds.data.build import open_manifest
 from neuclip_ds.data.demo import demo_split
@@ -284,7 +284,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         "--share-rows", type=int, default=16, help="pairs in each real step of the part `shares` (default: 16)"
     )
     parser.add_argument(
-        "--share-steps", type=int, default=2, help="real steps of `shares` after the first (default: 2)"
+        "--share-steps",
+        type=positive_integer,
+        default=2,
+        help="real steps of `shares` after the first (default: 2)",
     )
     parser.add_argument(
         "--paper-batch",

@@ -71,6 +71,15 @@ def fraction(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to 1")
 
 
+def positive_integer(text: str) -> int:
+    """Parse an option's integer from 1."""
+    with suppress(ValueError):
+        number = int(text)
+        if number >= 1:
+            return number
+    raise argparse.ArgumentTypeError(f"{text} is not an integer from 1")
+
+
 class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
         default = action.default

@@ -54,6 +54,12 @@ def test_lengths_of_captions_have_the_requested_mean_or_come_from_a_file(tmp_pat
             lengths(wrong)
 
 
+def test_shares_need_a_timed_step(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        benchmark_step.parse_arguments(["--parts=shares", "--share-steps=0"])
+    assert "--share-steps: 0 is not an integer from 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("options", [["--data", "demo:train"], ["--parts", "shares", "--data", "random"]])
 def test_lengths_of_captions_need_random_captions(options: list[str]) -> None:
     arguments = benchmark_step.parse_arguments([*options, "--caption-tokens=20"])
