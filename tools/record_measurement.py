@@ -17,10 +17,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import date
 
-from data_files import DataFile, Origin, commit, read_data, this_machine, write_data
+from data_files import MEASUREMENTS, DataFile, Origin, commit, read_data, this_machine, write_data
 
 from neuclip_ds.cli.program import exit_on_mistake
 from neuclip_ds.errors import UserError
+from neuclip_ds.recipe import nearest
 
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}\b)")
 
@@ -31,6 +32,10 @@ def main() -> None:
     parser.add_argument("command", nargs="*", help="command to run (default: the command that the file names)")
     options = parser.parse_args()
     with exit_on_mistake():
+        names = [path.stem for path in MEASUREMENTS.glob("*.csv")]
+        if options.name not in names:
+            hint = nearest(options.name, names) or "; the name is that of an existing file."
+            raise UserError(f"tools/measurements contains no {options.name}.csv{hint}")
         file = read_data(options.name)
         command = options.command or shlex.split(file.command)
         if not command:

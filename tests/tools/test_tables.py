@@ -8,8 +8,8 @@ from pathlib import Path
 
 import data_files
 import pytest
+import record_measurement
 from data_files import ROOT, UNKNOWN, DataFile, Origin, caption, read_data
-from record_measurement import measured_again
 from write_tables import TABLES, VALUES, all_pages, older, origins, with_tables
 
 from neuclip_ds.errors import UserError
@@ -68,16 +68,25 @@ def test_a_measurement_is_recorded_with_its_origin(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(data_files, "MEASUREMENTS", tmp_path)
     file = DataFile(title="Speed", origin=ORIGIN, command="", notes=["a note"], columns=["loss", "ms"], rows=[])
     printed = "| ms | loss | ranks |\n|---|---|---|\n| 1,200.5 | openclip | 1 |\n"
-    again = measured_again(file, [sys.executable, "-c", f"print({printed!r})"])
+    again = record_measurement.measured_again(file, [sys.executable, "-c", f"print({printed!r})"])
     data_files.write_data(again)
     read = read_data("mine")
     assert read.rows == [{"loss": "openclip", "ms": "1200.5"}]
     assert (read.title, read.notes, read.origin) == ("Speed", ["a note"], again.origin)
     assert read.origin.date > ORIGIN.date
     with pytest.raises(UserError, match="no table with the columns loss, ms"):
-        measured_again(file, [sys.executable, "-c", "print('| loss |')"])
+        record_measurement.measured_again(file, [sys.executable, "-c", "print('| loss |')"])
     with pytest.raises(UserError, match="ended with exit code 3"):
-        measured_again(file, [sys.executable, "-c", "raise SystemExit(3)"])
+        record_measurement.measured_again(file, [sys.executable, "-c", "raise SystemExit(3)"])
+
+
+def test_an_unknown_name_of_a_measurement_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["record_measurement.py", "objectiv"])
+    with pytest.raises(SystemExit):
+        record_measurement.main()
+    assert "did you mean objective?" in capsys.readouterr().err
 
 
 def test_a_gpu_that_is_not_listed_keeps_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
