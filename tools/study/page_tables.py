@@ -1,6 +1,6 @@
 """The tables of docs/reference/results.md, from the records of tools/study/*.jsonl; tools/write_tables.py writes them.
 
-Most tables list all arms of their stages that have records, in the order of plan.yaml, so that new records need no
+Most tables list every arm that has records in their stages, in the order of plan.yaml, so that new records need no
 code. The others list pairs or groups of arms that the functions name.
 """
 
@@ -18,14 +18,14 @@ import yaml
 from data_files import Origin, caption, device_of, grid
 
 from neuclip_ds.errors import counted
-from study.tables import PEER, difference, read_results
+from study.tables import PEER, difference, parse_name, read_results
 
 FOLDER = Path(__file__).parent
 PLAN = yaml.safe_load((FOLDER / "plan.yaml").read_text(encoding="utf-8"))
 SOURCES = yaml.safe_load((FOLDER / "records.yaml").read_text(encoding="utf-8"))
 LARGE_BATCH = 32  # factor of the batch size in the stage `gate`
 QUEUE = "neuclip_queue, tau 0.05"
-# arms whose name alone does not tell the variant
+# arms whose names do not describe their variants
 _LABELS = {
     "neuclip_queue": "`neuclip_queue`, tau learned",
     "amorlip": "`amorlip`, as published",
@@ -97,11 +97,12 @@ def all_results() -> Sequence[Result]:
     for path in sorted(FOLDER.glob("*.jsonl")):
         default = SOURCES["files"].get(path.name, {})
         for name, record in read_results(path).items():
-            match = re.fullmatch(r"([^/]+)/([^/]+)/B(\d+)/?(.*)/seed(\d+)", name) or _no_match(name)
-            stage, arm, batch, setting, seed = match.groups()
+            stage, arm, batch, setting, seed = parse_name(name)
             source = default | {key: record[key] for key in ("hardware", "date", "commit") if record.get(key)}
             if not {"hardware", "date", "commit"} <= source.keys():
-                raise ValueError(f"{path.name}: {name} lacks hardware, date or commit; add it to records.yaml.")
+                raise ValueError(
+                    f"{path.name}: {name} lacks hardware, date or commit; add them for this file to records.yaml."
+                )
             origin = Origin(
                 name=f"{path.name}@{source['commit']}",
                 device=device_of(source["hardware"]),
@@ -114,19 +115,15 @@ def all_results() -> Sequence[Result]:
                 Result(
                     stage=stage,
                     arm=arm,
-                    batch=int(batch),
+                    batch=batch,
                     setting=setting,
-                    seed=int(seed),
+                    seed=seed,
                     run=record["run"],
                     results=record["results"],
                     origin=origin,
                 )
             )
     return results
-
-
-def _no_match(name: str) -> re.Match[str]:
-    raise ValueError(f"{name} is not STAGE/ARM/BBATCH/SETTING/seedSEED.")
 
 
 def runs(stage: str, arm: str, batch: int, setting: str = "") -> Seeds:
@@ -143,7 +140,7 @@ def of_stages(*stages: str) -> list[Result]:
 
 
 def arms_of(*stages: str) -> list[str]:
-    """Return the arms of the stages that have records, in the order of the plan."""
+    """Return the arms that have records in any of the stages, in the order of the plan."""
     seen = {result.arm for result in of_stages(*stages)}
     ordered: dict[str, None] = {}
     for stage in stages:
@@ -482,7 +479,7 @@ def pairs_of_trained_towers() -> str:
 
 
 def _final_runs_of_trained_towers() -> dict[str, dict[str, Seeds]]:
-    """Return the final runs with both towers trained, by column title and arm; columns without runs are left out."""
+    """Return the final runs with both towers trained, by column title and arm; columns without runs are omitted."""
     stages = {
         "scenes, 2 epochs": "trained_scenes",
         "scenes, 6 epochs": "trained_scenes_long",
