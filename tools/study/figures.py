@@ -1,13 +1,14 @@
 """Figures of a study: gains over OpenCLIP by batch size, and curves over training. Requires matplotlib."""
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 
-from study.tables import PEER, difference, grouped
+from neuclip_ds.errors import UserError
+from study.tables import difference, grouped, peer_of
 
 matplotlib.use("svg")
 matplotlib.rcParams["svg.hashsalt"] = "study"  # equal records give equal files
@@ -22,15 +23,33 @@ CURVES = {
 
 
 def draw(records: Mapping[str, Any], stage: str, folder: Path) -> list[Path]:
-    """Draw the runs of a stage; return the files written."""
+    """Draw the curves of a stage's runs and, if two seeds of OpenCLIP ran, the gains over it; return the files written.
+
+    Raises:
+        UserError: the stage has no records, or more settings than there are colors.
+    """
     rows_by_batch = {}
     for (name, batch), rows in sorted(grouped(records).items()):
         if name == stage:
             rows_by_batch[batch] = rows
+    if not rows_by_batch:
+        raise UserError(f"There are no records of the stage {stage} to draw; pass another one first in --stages.")
     arms = sorted({arm for rows in rows_by_batch.values() for arm in rows})
-    color = dict(zip(arms, plt.get_cmap("tab20").colors, strict=False))
+    colors = plt.get_cmap("tab20").colors
+    if len(arms) > len(colors):
+        raise UserError(
+            f"The stage {stage} has {len(arms)} settings, and a figure shows at most {len(colors)}; pass another stage "
+            "first in --stages."
+        )
+    color = dict(zip(arms, colors, strict=False))
     most_arms = max(rows_by_batch.values(), key=len)
-    figures = {"gains": _gains(rows_by_batch, color), "curves": _curves(most_arms, color)}
+    figures = {"curves": _curves(most_arms, color)}
+    compared: list[str] = []
+    for arm in arms:
+        if any(len(_paired_recalls(arm, rows)[0]) > 1 for rows in rows_by_batch.values()):
+            compared.append(arm)
+    if compared:
+        figures["gains"] = _gains(rows_by_batch, compared, color)
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     for name, figure in figures.items():
@@ -41,25 +60,32 @@ def draw(records: Mapping[str, Any], stage: str, folder: Path) -> list[Path]:
     return files
 
 
-def _gains(rows_by_batch: Mapping[int, Any], color: Mapping[str, Any]) -> plt.Figure:
+def _paired_recalls(arm: str, rows: Mapping[str, Any]) -> tuple[list[float], list[float]]:
+    """Return the recalls of an arm and of OpenCLIP on the seeds that both have; there are none without OpenCLIP."""
+    peer = peer_of(arm, rows)
+    if arm not in rows or peer is None:
+        return [], []
+    seeds = sorted(rows[arm].keys() & rows[peer].keys())
+    ours = [rows[arm][seed]["recall"] for seed in seeds]
+    theirs = [rows[peer][seed]["recall"] for seed in seeds]
+    return ours, theirs
+
+
+def _gains(rows_by_batch: Mapping[int, Any], compared: Sequence[str], color: Mapping[str, Any]) -> plt.Figure:
     """Plot each arm's gain over OpenCLIP at the same batch size, with 95 % intervals."""
     figure, axes = plt.subplots(figsize=(7, 4))
-    others = [arm for arm in color if arm != PEER]
-    for number, arm in enumerate(others):
+    for number, arm in enumerate(compared):
         batches = []
         gains = []
         half_widths = []
         for batch, rows in rows_by_batch.items():
-            seeds = sorted(rows.get(arm, {}).keys() & rows[PEER].keys())
-            if len(seeds) > 1:
-                ours = [rows[arm][seed]["recall"] for seed in seeds]
-                theirs = [rows[PEER][seed]["recall"] for seed in seeds]
+            ours, theirs = _paired_recalls(arm, rows)
+            if len(ours) > 1:
                 gain, half_width = difference(ours, theirs)
                 batches.append(batch * 1.03**number)  # next to the other arms' points
                 gains.append(gain)
                 half_widths.append(half_width)
-        if batches:
-            axes.errorbar(batches, gains, half_widths, color=color[arm], label=arm, marker="o", capsize=2)
+        axes.errorbar(batches, gains, half_widths, color=color[arm], label=arm, marker="o", capsize=2)
     axes.axhline(0, color="gray", linewidth=0.8)
     axes.set(xscale="log", xlabel="batch size B", ylabel="mean recall minus OpenCLIP's, in points")
     axes.minorticks_off()
@@ -84,5 +110,6 @@ def _curves(rows: Mapping[str, Any], color: Mapping[str, Any]) -> plt.Figure:
             axes.plot(steps, means, color=color[arm], label=arm)
         axes.set(ylabel=label, xlabel="step")
     figure.tight_layout()
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    # all runs record tau
+    figure.legend(*panels[0, 1].get_legend_handles_labels(), fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
