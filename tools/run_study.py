@@ -21,7 +21,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -33,17 +33,18 @@ from typing import Any
 import torch
 import yaml
 from data_files import commit, processor
-from study.features import Splits, cache_features, load_splits
+from study.features import Splits, cache_features, load_splits, tars_in
 from study.fine_tuning import fine_tune
 from study.guides import guide_path, save_guide
 from study.loop import Run, train
 from study.pixels import cache_pixels
-from study.tables import read_results, tables
+from study.tables import end_last_line, parse_name, read_results, tables
 from study.towers import prepare_shards, train_towers
 
-from neuclip_ds.cli.program import Parser, exit_on_mistake
+from neuclip_ds.cli.program import Parser, exit_on_mistake, positive_integer
 from neuclip_ds.data.children import end_with_parent
-from neuclip_ds.errors import UserError, counted
+from neuclip_ds.errors import UserError, counted, explained, require_package
+from neuclip_ds.recipe import nearest
 
 PLAN = yaml.safe_load(Path(__file__).with_name("study").joinpath("plan.yaml").read_text(encoding="utf-8"))
 
@@ -61,11 +62,13 @@ class Job:
 
 def main() -> None:
     parser = Parser(prog="run_study.py", description=__doc__)
-    parser.add_argument("source", nargs="*", help="folder with shards in train/ and val/, or demo:N for N scenes")
+    parser.add_argument(
+        "source", nargs="*", type=data_source, help="folder with shards in train/ and val/, or demo:N for N scenes"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/study"), help="folder for features and results")
     parser.add_argument(
         "--grid",
-        type=int,
+        type=positive_integer,
         default=1,
         help="image features: means of the tower's output in GRID x GRID cells, concatenated",
     )
@@ -77,42 +80,113 @@ def main() -> None:
     parser.add_argument("--trainer", action="store_true", help="train towers with the trainer, on one or two sources")
     parser.add_argument("--larger", action="store_true", help="with --trainer: larger towers and batches, for a GPU")
     parser.add_argument(
-        "--stages", nargs="+", help="stages of plan.yaml to run, in order (default: all stages for this data)"
+        "--stages",
+        nargs="+",
+        help="stages of plan.yaml to run, in order, or whose tables to print (default: all stages for this data)",
     )
     parser.add_argument("--arms", nargs="+", help="arms of the stages to run (default: all)")
-    parser.add_argument("--batch", nargs="+", type=int, help="only runs with these batch sizes (default: all)")
     parser.add_argument(
-        "--processes", type=int, default=2, help="number of runs that execute at the same time, each on one core"
+        "--batch", nargs="+", type=int, help="batch sizes of the stages to run, or to print (default: all)"
+    )
+    parser.add_argument(
+        "--processes",
+        type=positive_integer,
+        default=2,
+        help="number of runs that execute at the same time, each on one core",
     )
     parser.add_argument("--tables", type=Path, help="print the tables of a results.jsonl instead of running")
-    parser.add_argument("--figures", type=Path, help="folder for figures of the first stage in --stages")
+    parser.add_argument(
+        "--figures", type=Path, help="folder for figures of the first stage in --stages, which has at most 20 settings"
+    )
     with exit_on_mistake():
         options = parser.parse(sys.argv[1:])
+        check_options(options)
         if options.tables is None:
-            if not options.source:
-                raise UserError("Pass the data: a folder with shards in train/ and val/, or demo:N.")
             study(options)
         known = read_results(options.tables or options.out / "results.jsonl")
-        print(tables(known))
+        print(tables(results_to_print(known, options)))
         if options.figures is not None:
-            if not options.stages:
-                raise UserError("--figures draws the first stage in --stages: pass --stages.")
             from study.figures import draw  # needs matplotlib, which runs do not
 
             print("drawn:", *draw(known, options.stages[0], options.figures))
 
 
-def study(options: argparse.Namespace) -> None:
-    """Execute the runs of the stages that have not ended yet."""
-    path = options.out / "results.jsonl"
+def data_source(text: str) -> str:
+    """Parse a source of data: a folder, or demo:N."""
+    if text.startswith("demo:") and not text.removeprefix("demo:").isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} has no number of scenes, such as demo:12000")
+    return text
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Check the command line before data are prepared, and create the folders that it names.
+
+    Raises:
+        UserError: an option has no effect, names something unknown, or names a file or folder that cannot be used.
+    """
+    if options.figures is not None:
+        if not options.stages:
+            raise UserError("--figures draws the first stage in --stages: pass --stages.")
+        require_package("matplotlib", "--figures", "docs")
+        _create_folder("--figures", options.figures)
+    if options.tables is not None:
+        if options.source or options.arms:
+            raise UserError("--tables prints the results of all arms and runs nothing: omit the source and --arms.")
+        if not options.tables.is_file():
+            raise UserError(f"--tables={options.tables} is not a file: pass a results.jsonl.")
+        return
+    if not options.source:
+        raise UserError("Pass the data: a folder with shards in train/ and val/, or demo:N.")
     kinds = {source.startswith("demo:") for source in options.source}
     if len(options.source) > 1 and (not options.trainer or len(kinds) < len(options.source)):
         raise UserError(
             "Pass one source. With --trainer, you can pass two: scenes (demo:N) and a folder of photographs."
         )
-    folders = {source: prepare(source, options) for source in options.source}
-    stages = stages_to_run(folders, options)
-    options.out.mkdir(parents=True, exist_ok=True)
+    require_known("stage", options.stages, PLAN["stages"])
+    plans = [PLAN["stages"][stage] for stage in stages_to_run(options)]
+    require_known("arm", options.arms, dict.fromkeys(arm for plan in plans for arm in plan["arms"]))
+    require_known("batch size", options.batch, dict.fromkeys(batch for plan in plans for batch in plan["batch"]))
+    _create_folder("--out", options.out)
+
+
+def require_known(kind: str, names: Sequence[Any] | None, known: Collection[Any]) -> None:
+    """Raise UserError if a name is not among the known ones; the message suggests one of them, or lists all."""
+    for name in names or []:
+        if name not in known:
+            all_names = ", ".join(map(str, known))
+            hint = nearest(str(name), map(str, known)) or f"; choose from {all_names}."
+            raise UserError(f"There is no {kind} {name} to run or to print{hint}")
+
+
+def _create_folder(option: str, folder: Path) -> None:
+    with explained(f"{option}={folder} cannot be created", "pass another folder"):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+def results_to_print(known: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """Return the results of the stages and batch sizes that the command line selects.
+
+    Raises:
+        UserError: with --tables, there are no results of one of them.
+    """
+    names = {name: parse_name(name) for name in known}
+    if options.tables is not None:
+        require_known("stage", options.stages, dict.fromkeys(name.stage for name in names.values()))
+        require_known("batch size", options.batch, dict.fromkeys(name.batch for name in names.values()))
+    selected: dict[str, Any] = {}
+    for name, (stage, _, batch, _, _) in names.items():
+        if stage in (options.stages or [stage]) and batch in (options.batch or [batch]):
+            selected[name] = known[name]
+    return selected
+
+
+def study(options: argparse.Namespace) -> None:
+    """Execute the runs of the stages that have not ended yet."""
+    for source in options.source:
+        prepare(source, options)
+    stages = stages_to_run(options)
+    path = options.out / "results.jsonl"
+    end_last_line(path)
     hardware = f"{processor()}, {options.processes} runs at a time, torch {torch.__version__}"
     origin = {"commit": commit(), "hardware": hardware}
     # not a multiprocessing.Pool, because the trainer may start processes, which a daemonic process may not
@@ -121,9 +195,9 @@ def study(options: argparse.Namespace) -> None:
     with pool, _kills_runs_on_stop(), path.open("a") as file:
         for stage, features in stages.items():
             # the results of some runs of a search decide which runs follow
-            while todo := selected(missing(stage, read_results(path), features, options.arms), options):
+            while todo := missing(stage, read_results(path), features, options.arms, options.batch):
                 known = read_results(path)
-                remaining = selected(planned(stages, known, options.arms), options)
+                remaining = planned(stages, known, options.arms, options.batch)
                 print(estimate("the plan", remaining, known, options.processes))
                 print(estimate(stage, todo, known, options.processes), flush=True)
                 for number, record in enumerate(_in_order_of_end(pool, options.processes, todo), 1):
@@ -157,50 +231,105 @@ def _in_order_of_end(pool: ProcessPoolExecutor, processes: int, todo: list[Job])
         running |= {pool.submit(do, job) for job in itertools.islice(jobs_left, len(ended))}
 
 
-def prepare(source: str, options: argparse.Namespace) -> Path:
-    """Compute or write the data of the runs on a source, unless the data exist, and return the data's folder."""
+def folder_of(source: str, options: argparse.Namespace) -> Path:
+    """Return the folder of the data of the runs on a source."""
+    name = "features"
     if options.trainer:
-        shards: Path = options.out / ("scenes" if source.startswith("demo:") else "photographs")
-        prepare_shards(source, shards)
-        return shards
-    features: Path = options.out / "features"
-    if options.pixels:
-        cache_pixels(source, features)
+        name = "scenes" if source.startswith("demo:") else "photographs"
+    folder: Path = options.out / name
+    return folder
+
+
+def prepare(source: str, options: argparse.Namespace) -> None:
+    """Compute or write the data of the runs on a source, unless the data exist."""
+    folder = folder_of(source, options)
+    if options.trainer:
+        record_origin(folder, source, "shards")
+        prepare_shards(source, folder)
+    elif options.pixels:
+        record_origin(folder, source, "pixels")
+        cache_pixels(source, folder)
     else:
-        cache_features(source, features, options.grid)
-    return features
+        record_origin(folder, source, f"features, grid {options.grid}")
+        cache_features(source, folder, options.grid)
 
 
-def stages_to_run(folders: Mapping[str, Path], options: argparse.Namespace) -> dict[str, Path]:
+def record_origin(folder: Path, source: str, kind: str) -> None:
+    """Write the origin of data next to the folder that will contain them, or compare it with that of existing data.
+
+    Data from earlier versions have no record of their origin; they are used without this check.
+
+    Raises:
+        UserError: the data are of another source or kind, or the source contains no shards.
+    """
+    is_rendered = source.startswith("demo:")
+    origin = {"source": source if is_rendered else str(Path(source).resolve()), "kind": kind}
+    record = folder.with_name(f"{folder.name}_origin.json")
+    if not folder.exists() or not any(folder.iterdir()):
+        if not is_rendered:
+            for split in ("train", "val"):
+                tars_in(Path(source) / split)
+        record.write_text(json.dumps(origin) + "\n", encoding="utf-8")
+    elif record.exists():
+        recorded = json.loads(record.read_text(encoding="utf-8"))
+        if recorded != origin:
+            raise UserError(
+                f"{folder} contains data of {recorded['source']} ({recorded['kind']}), not of {origin['source']} "
+                f"({kind}): pass another --out."
+            )
+
+
+def stages_to_run(options: argparse.Namespace) -> dict[str, Path]:
     """Return the stages to run, in order, each with the folder of its data.
 
     These are the stages that the command line names or, by default, all stages that match its options and the kind of
     source (scenes or photographs). With several sources, a source gets only the stages of its kind.
 
-    Args:
-        folders: the folder of each source's data.
+    Raises:
+        UserError: a stage that the command line names, or each stage of the plan, is for other data.
     """
-    kind = {name: getattr(options, name) for name in ("pixels", "trainer", "larger")}
     stages: dict[str, Path] = {}
-    for stage, (source, folder) in itertools.product(options.stages or PLAN["stages"], folders.items()):
-        kind["scenes"] = source.startswith("demo:")
-        is_of_kind = all(PLAN["stages"][stage].get(name, False) == value for name, value in kind.items())
-        is_named = options.stages is not None and len(folders) == 1
-        if is_of_kind or is_named:
-            stages[stage] = folder
+    for stage, source in itertools.product(options.stages or PLAN["stages"], options.source):
+        plan = PLAN["stages"][stage]
+        is_for_towers = all(plan.get(name, False) == getattr(options, name) for name in ("pixels", "trainer"))
+        is_for_size = plan.get("larger", False) == options.larger
+        is_for_source = plan.get("scenes", False) == source.startswith("demo:")
+        is_named = options.stages is not None and len(options.source) == 1
+        if is_for_towers and (is_named or (is_for_size and is_for_source)):
+            stages[stage] = folder_of(source, options)
+    unused = [stage for stage in options.stages or [] if stage not in stages]
+    if unused:
+        plan = PLAN["stages"][unused[0]]
+        needed = ["demo:N" if plan.get("scenes", False) else "FOLDER"]
+        needed += [f"--{name}" for name in ("pixels", "trainer", "larger") if plan.get(name, False)]
+        raise UserError(f"The stage {unused[0]} is for other data: run it with the arguments {' '.join(needed)}.")
+    if not stages:
+        raise UserError("No stage of tools/study/plan.yaml is for this source with these options: pass --stages.")
     return stages
 
 
-def missing(stage: str, known: Mapping[str, Any], features: Path, arms: Sequence[str] | None = None) -> list[Job]:
+def missing(
+    stage: str,
+    known: Mapping[str, Any],
+    features: Path,
+    arms: Sequence[str] | None = None,
+    batches: Sequence[int] | None = None,
+) -> list[Job]:
     """Return the runs of a stage that have not ended, or whose heads later runs need but `features` does not contain.
 
     Raises:
         UserError: results.jsonl contains one of the runs with other settings, or a search has not ended.
     """
-    return [job for job in jobs(stage, known, features, arms) if not is_known(job, known) or _lacks_heads(job)]
+    all_jobs = jobs(stage, known, features, arms, batches)
+    return [job for job in all_jobs if not is_known(job, known) or _lacks_heads(job)]
 
 
-def planned(stages: Mapping[str, Path], known: Mapping[str, Any], arms: Sequence[str] | None = None) -> list[Job]:
+def planned(
+    stages: Mapping[str, Path],
+    known: Mapping[str, Any],
+    arms: Sequence[str] | None = None,
+    batches: Sequence[int] | None = None,
+) -> list[Job]:
     """Return the runs of the stages that remain to be done.
 
     The runs that follow a search depend on its scores, which are unknown before the search ends; here, all settings of
@@ -209,15 +338,10 @@ def planned(stages: Mapping[str, Path], known: Mapping[str, Any], arms: Sequence
     known = dict(known)
     planned_jobs: list[Job] = []
     for stage, features in stages.items():
-        while todo := [job for job in jobs(stage, known, features, arms) if job.name not in known]:
+        while todo := [job for job in jobs(stage, known, features, arms, batches) if job.name not in known]:
             planned_jobs += todo
             known |= {job.name: {"run": asdict(job.run), "results": {"recall": 0.0}} for job in todo}
     return planned_jobs
-
-
-def selected(jobs_of_stage: list[Job], options: argparse.Namespace) -> list[Job]:
-    """Return the runs of the batch sizes that the command line selects."""
-    return [job for job in jobs_of_stage if options.batch is None or job.run.batch in options.batch]
 
 
 def estimate(stage: str, todo: list[Job], known: Mapping[str, Any], processes: int) -> str:
@@ -256,11 +380,20 @@ def _lacks_heads(job: Job) -> bool:
     return bool(job.saved_as) and not guide_path(job.features / "guides", job.saved_as).is_file()
 
 
-def jobs(stage: str, known: Mapping[str, Any], features: Path, arms: Sequence[str] | None = None) -> Iterator[Job]:
-    """Yield the runs of a stage, for all arms or only for `arms`.
+def jobs(
+    stage: str,
+    known: Mapping[str, Any],
+    features: Path,
+    arms: Sequence[str] | None = None,
+    batches: Sequence[int] | None = None,
+) -> Iterator[Job]:
+    """Yield the runs of a stage, for all arms and batch sizes or only for those in `arms` and `batches`.
 
     In a search, all points run with the first seed. Once these runs have ended, the best `shortlist` points also run
     with the other seeds.
+
+    Args:
+        batches: batch sizes of the stage, without the arms' `batch_factor`.
 
     Raises:
         UserError: the stage follows a search that has not ended.
@@ -268,7 +401,7 @@ def jobs(stage: str, known: Mapping[str, Any], features: Path, arms: Sequence[st
     plan = PLAN["stages"][stage]
     seeds = range(1, plan["seeds"] + 1)
     for batch, seed, arm in itertools.product(plan["batch"], seeds, plan["arms"]):
-        if arms is not None and arm not in arms:
+        if (arms is not None and arm not in arms) or (batches is not None and batch not in batches):
             continue
         settings = {key: value for key, value in PLAN["arms"][arm].items() if key not in ("grid", "batch_factor")}
         settings |= plan.get("set", {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from study.guides import guide_path, load_guide, save_guide
 from study.loop import Heads, Run, train
 from study.measures import normalizers, scores
 from study.pixels import cache_pixels
-from study.tables import difference, tables
+from study.tables import difference, end_last_line, read_results, tables
 
 from neuclip_ds.data.demo import make_demo_data
 from neuclip_ds.errors import UserError
@@ -176,6 +177,112 @@ def test_a_study_resumes_where_it_was_interrupted(
     drawn_records = {f"final/{arm}/B10/seed{seed}": record for arm in ("openclip", "siglip") for seed in (1, 2)}
     drawn = draw(drawn_records, "final", tmp_path)
     assert drawn and all(path.read_text(encoding="utf-8").endswith("</svg>\n") for path in drawn)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo:many"], "number of scenes"),
+        (["demo:900", "--processes=0"], "integer from 1"),
+        (["demo:900", "--stages", "gaet"], "did you mean gate"),
+        (["demo:900", "--stages", "gate", "--arms", "openclp"], "did you mean openclip"),
+        (["demo:900", "--stages", "gate", "--batch", "7"], "2048"),
+        (["demo:900", "--stages", "towers_guide"], "--pixels"),
+        (["demo:900", "--larger"], "--stages"),
+        (["demo:900", "--out", __file__], "cannot be created"),
+        (["no_folder"], "no tar files"),
+        (["--tables", "no_file.jsonl"], "not a file"),
+        (["--tables", __file__, "--arms", "openclip"], "omit"),
+        (["--tables", __file__, "--stages", "gate", "--figures", __file__], "cannot be created"),
+    ],
+)
+def test_wrong_arguments_are_reported_before_data_are_prepared(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["run_study.py", *arguments])
+    with pytest.raises(SystemExit):
+        run_study.main()
+    assert message in capsys.readouterr().err
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+
+
+def test_stages_and_batch_sizes_select_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "results.jsonl"
+    names = [f"{stage}/openclip/B{batch}/seed1" for stage in ("old", "new") for batch in (8, 16)]
+    path.write_text("".join(json.dumps({"name": name, "results": {"recall": 1.0}}) + "\n" for name in names))
+    arguments = ["run_study.py", "--tables", str(path), "--stages", "new", "--batch"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "8"])
+    run_study.main()
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("#")] == ["## new, B = 8"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "9"])
+    with pytest.raises(SystemExit):
+        run_study.main()
+    assert "8, 16" in capsys.readouterr().err
+
+
+def test_data_of_another_source_or_kind_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "features"
+    run_study.record_origin(folder, "demo:900", "pixels")
+    run_study.record_origin(folder, "demo:9000", "pixels")  # no data were written in between
+    folder.mkdir()
+    (folder / "train.safetensors").touch()
+    run_study.record_origin(folder, "demo:9000", "pixels")
+    for source, kind in [("demo:900", "pixels"), ("demo:9000", "features, grid 1")]:
+        with pytest.raises(UserError, match="pass another --out"):
+            run_study.record_origin(folder, source, kind)
+    (tmp_path / "features_origin.json").unlink()
+    run_study.record_origin(folder, "demo:900", "pixels")  # data of an earlier version, which wrote no record
+
+
+def test_incomplete_lines_of_results_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "results.jsonl"
+    line = json.dumps({"name": "gate/openclip/B16/seed1"})
+    path.write_text(f'{line}\n\n{{"name": "gate')
+    with pytest.raises(UserError, match="Line 3"):
+        read_results(path)
+    end_last_line(path)
+    assert path.read_text() == f"{line}\n\n"
+    assert "incomplete" in capsys.readouterr().out
+    path.write_text(line)
+    end_last_line(path)
+    assert path.read_text() == f"{line}\n"
+    assert list(read_results(path)) == ["gate/openclip/B16/seed1"]
+    path.write_text('{"name": "gate"}\n')
+    with pytest.raises(UserError, match="Line 1"):
+        read_results(path)
+
+
+def test_damaged_features_and_too_few_pairs_are_reported(features: Path, tmp_path: Path) -> None:
+    splits = load_splits(features, validation=499)
+    with pytest.raises(UserError, match="2 training pairs"):
+        train(splits.train, splits.test, Run("openclip", batch=10, seed=1))
+    (tmp_path / "train.safetensors").write_bytes(b"half")
+    with pytest.raises(UserError, match=r"train.safetensors cannot be read"):
+        load_splits(tmp_path)
+
+
+def test_stages_with_and_without_openclip_are_drawn(tmp_path: Path) -> None:
+    result = {"recall": 50.0, "curve": [{"step": 1, "tau": 0.07}, {"step": 2, "tau": 0.06}]}
+
+    def records(*arms: str) -> dict[str, Any]:
+        return {f"map/{arm}/B9/epochs=1/seed{seed}": {"results": result} for arm in arms for seed in (1, 2)}
+
+    assert {path.name for path in draw(records("openclip", "siglip"), "map", tmp_path)} == {
+        "map_curves.svg",
+        "map_gains.svg",
+    }
+    assert [path.name for path in draw(records("neuclip"), "map", tmp_path)] == ["map_curves.svg"]
+    with pytest.raises(UserError, match="no records"):
+        draw(records("neuclip"), "other", tmp_path)
+    with pytest.raises(UserError, match="21 settings"):
+        draw(records(*(f"arm {number}" for number in range(21))), "map", tmp_path)
 
 
 def test_arms_are_compared_with_openclip_in_the_same_setting() -> None:
