@@ -191,7 +191,7 @@ class TwoPass(MicroBatches):
         self._require(self._first_pass is None and 0 < len(self._ends) == len(self._random_states))
         indices = [index for index in self._indices if index is not None]
         if indices and len(indices) < len(self._indices):
-            raise RuntimeError("accumulate(): pass the index of every micro-batch, or of none.")
+            raise RuntimeError("accumulate(): pass index with every micro-batch, or with none.")
         index = torch.cat(indices) if indices else None
         valid = torch.cat(self._valid)
         stored = StoredBatch.concatenated(self._stored)
@@ -231,6 +231,7 @@ class TwoPass(MicroBatches):
 
         With `validate=True`, the loss raises `RuntimeError` if the features differ from those of the first pass.
         """
+        self._require(self._first_pass is not None and self._micro_batch < len(self._ends))
         start = self._row
         outputs, gradients = self.trainable_outputs_and_gradients(image_features, text_features)
         expected_start = 0 if self._micro_batch == 0 else self._ends[self._micro_batch - 1]

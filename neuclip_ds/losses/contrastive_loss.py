@@ -39,9 +39,11 @@ from neuclip_ds.state.shards import INDEX, ShardFiles, replicated_shards, shard_
 
 log = logging.getLogger(__name__)
 
-_OPTIONS = {REFERENCE: "objective.reference_model", TEACHER: "objective.distill"}
-_REASONS = {
-    REFERENCE: "the loss does not support a reference model; docs/reference/losses.md lists the losses that do.",
+_OPTIONS = {REFERENCE: "reference_model", TEACHER: "distill.features"}
+_FORMS = {REFERENCE: "reference=(image, text)", TEACHER: "teacher=(image, text), or a list of such pairs"}
+_USES = {REFERENCE: "a reference model (reference_model)", TEACHER: "distillation (distill)"}
+_FIXES = {
+    REFERENCE: "docs/reference/losses.md lists the losses that can.",
     TEACHER: "use a loss of the package, or one that is built from GlobalContrastiveLoss.",
 }
 
@@ -140,10 +142,11 @@ class ContrastiveLoss(nn.Module):
             dtype: dtype of similarities, losses and state, until a call without `pending` changes it: to float64 for
                 features in float64, and to float32 for other features.
             spare_row: whether each table of statistics has an extra row, which calls without `index` use.
-            encoder_temperature: tau at step 0 if the options do not set it. For encoders from a pretrained checkpoint,
-                pass the checkpoint's temperature.
-            encoder_bias: SigLIP's bias at step 0 if the options do not set it. For encoders from a pretrained
-                checkpoint, pass the checkpoint's bias.
+            encoder_temperature: tau at step 0 if `temperature.initial` is None, which is the default of `gcl`,
+                `tuneclip` and registered losses only. To start from a pretrained checkpoint's tau with another method,
+                pass `temperature={"initial": tau}`.
+            encoder_bias: SigLIP's bias at step 0 if `siglip.bias` is None; its default is -10. To start from a
+                pretrained checkpoint's bias, pass `siglip={"bias": bias}`.
             options: options of the method, as under `objective:` in a recipe, such as `temperature={"rho": 6.5}` or
                 `npn={"lr": 0.05}`.
 
@@ -152,6 +155,7 @@ class ContrastiveLoss(nn.Module):
         """
         super().__init__()
         self._config, self._builder = _config_and_builder(method, options)
+        self._name = "The loss" if callable(method) else self._config.method  # in messages
         self._require_valid(dim, samples, lr, steps_per_epoch, epochs, reduction)
         self._dim = dim
         self._samples = samples
@@ -180,8 +184,9 @@ class ContrastiveLoss(nn.Module):
             if self._announces(stored_name):
                 self._require_usable(stored_name)
         if self.function.needs_index and not samples:
-            name = self._config.method
-            raise UserError(f"{name} keeps state of each sample: pass the size of the training set as samples=...")
+            raise UserError(
+                f"{self._name} keeps state of each sample: pass the size of the training set as samples=..."
+            )
 
     @property
     def config(self) -> ObjectiveConfig:
@@ -366,8 +371,8 @@ class ContrastiveLoss(nn.Module):
         if training and not loss.requires_grad and not self._warned:
             self._warned = True
             log.warning(
-                "The loss learns from features that need no gradient. If this is an evaluation, call eval() or use "
-                "torch.no_grad(); if it is training, do not detach the features."
+                "A training call updated the loss, but the features require no gradient. For an evaluation, call "
+                "eval() or use torch.no_grad(); for training, do not detach the features."
             )
         return loss
 
@@ -378,7 +383,10 @@ class ContrastiveLoss(nn.Module):
         `RuntimeError` if the loss was built with neither `undo=True` nor a `scaler`, or if there is no call to revert.
         """
         if self._undo is None:
-            raise RuntimeError("undo() needs ContrastiveLoss(..., undo=True), and reverts the last training call once.")
+            raise RuntimeError(
+                "There is no training call to revert: build ContrastiveLoss with undo=True or a scaler, and call "
+                "undo() only once after a training call."
+            )
         self._undo.restore()
         self._undo = None
 
@@ -440,7 +448,7 @@ class ContrastiveLoss(nn.Module):
         """
         function = self.whole_function
         if not isinstance(function, GlobalContrastiveLoss):
-            raise UserError(f"{self._config.method} estimates no normalizers: use another method.")
+            raise UserError(f"{self._name} estimates no normalizers: use another method.")
         self._require_announced(REFERENCE, reference is not None)
         self._undo_if_scaler_skipped()
         if valid is None:
@@ -537,7 +545,8 @@ class ContrastiveLoss(nn.Module):
         folder = Path(folder)
         if not (folder / INDEX).is_file():
             raise UserError(
-                f"{folder} does not contain a saved loss: {INDEX} is missing; pass the folder given to save()."
+                f"{folder} does not contain a completely saved loss: {INDEX} is missing. Pass a folder in which save() "
+                "has finished."
             )
         files = ShardFiles(folder)
         self._prepare_to_load(files.metadata, str(folder))
@@ -565,7 +574,8 @@ class ContrastiveLoss(nn.Module):
         if (state["rank"], state["world_size"]) != (ranks.rank, ranks.world_size):
             raise UserError(
                 f"The state_dict is from rank {state['rank']} of {state['world_size']}, but this is rank {ranks.rank} "
-                f"of {ranks.world_size}. Use save() and load() for a different world size."
+                f"of {ranks.world_size}. Load on each rank the state_dict that it saved, or use save() and load(), "
+                "which allow a different world size."
             )
         _fill(self.function, state)
 
@@ -588,7 +598,8 @@ class ContrastiveLoss(nn.Module):
             raise UserError(f"epochs={epochs} must be above 0.")
         if self._config.needs_epochs and steps_per_epoch is None:
             raise UserError(
-                f"Schedules of method {self._config.method} follow epochs: pass epochs and steps_per_epoch."
+                f"Schedules of {self._config.method} depend on the epoch or on the progress of the run: pass epochs "
+                "and steps_per_epoch."
             )
 
     def _build(self, communicator: Communicator, dtype: torch.dtype) -> None:
@@ -679,7 +690,7 @@ class ContrastiveLoss(nn.Module):
         if is_given:
             self._require_usable(name)
         elif self._announces(name):
-            raise UserError(f"{_OPTIONS[name]} is set, but a batch lacks its features: pass {name}=(image, text).")
+            raise UserError(f"{_OPTIONS[name]} is set, but a batch lacks the stored features: pass {_FORMS[name]}.")
 
     def _announces(self, name: str) -> bool:
         """Return whether the options require these stored features in every batch."""
@@ -691,8 +702,8 @@ class ContrastiveLoss(nn.Module):
         """Raise `UserError` if the loss cannot use these stored features."""
         if name not in self.function.uses_stored:
             if self._config.prefixes:
-                raise UserError(f"objective.prefixes cannot be combined with {_OPTIONS[name]}: remove one of them.")
-            raise UserError(f"{self._config.method} cannot use {_OPTIONS[name]}: {_REASONS[name]}")
+                raise UserError(f"The option prefixes cannot be combined with {_USES[name]}: omit one of them.")
+            raise UserError(f"{self._name} cannot use {_USES[name]}: {_FIXES[name]}")
 
     def _problem_with(
         self, image: Tensor, text: Tensor, index: Tensor | None, valid: Tensor | None, training: bool
@@ -704,7 +715,7 @@ class ContrastiveLoss(nn.Module):
         if problem is None:
             problem = problem_with_norms(image, text, valid, not_finite=self.scaler is not None)
         if problem is None and index is None and training and self.function.needs_index:
-            problem = f"index is missing: {self._config.method} keeps state of each sample, so pass index."
+            problem = f"{self._name} keeps state of each sample: pass index."
         return problem
 
     def _pending_batch(
@@ -832,7 +843,10 @@ def _validated(options: dict[str, Any], name: str) -> ObjectiveConfig:
         for problem in error.errors():
             option = ".".join(str(part) for part in problem["loc"])
             message = problem["msg"].removeprefix("Value error, ")
-            problems.append(f"{option}: {message}" if option else message)
+            if problem["type"] == "extra_forbidden":
+                problems.append(f"unknown option {option}")
+            else:
+                problems.append(f"{option}: {message}" if option else message)
         raise UserError(f"The options of {name} are wrong: {'; '.join(problems)}") from error
 
 

@@ -63,7 +63,8 @@ def find_method(name: str) -> Method:
     hint = f"did you mean {nearest[0]}?" if nearest else "choose one."
     raise UserError(
         f"objective.method={shown} is unknown; the methods are {', '.join(METHODS)}; {hint} If a plugin registers this "
-        "loss, add --plugin=MODULE (the name of a module, or the path of a .py file)."
+        "loss, add --plugin=MODULE (the name of a module, or the path of a .py file) or, in Python, import the plugin "
+        "first."
     )
 
 

@@ -29,7 +29,8 @@ PREFIX = "prefix"
 
 class TemperatureConfig(Section):
     initial: float | None = Field(None, gt=0)
-    """Temperature tau at step 0. By default, the pretrained checkpoint's tau, else the method's default."""
+    """Temperature tau at step 0. By default, the tau of `model.pretrained` or, without it, the method's default.
+    Required if the pretrained checkpoint has no tau."""
     minimum: float = Field(0.01, gt=0)
     """Lower bound of tau; 0.01 is CLIP's clamp of 1/tau at 100."""
     maximum: float = Field(1.0, gt=0)
@@ -57,7 +58,7 @@ class TemperatureConfig(Section):
         if self.initial is not None and not self.minimum <= self.initial <= self.maximum:
             raise ValueError(
                 f"initial={self.initial} is outside [minimum={self.minimum}, maximum={self.maximum}]; change initial "
-                "or that bound"
+                "or a bound"
             )
         return self
 

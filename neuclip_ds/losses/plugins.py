@@ -51,7 +51,7 @@ def register_loss(name: str, builder: LossBuilder, options: type[Section] | None
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
         raise UserError(
             f"register_loss: {name!r} cannot name a loss; use letters, digits and _, begin with a letter, and "
-            "use no keyword of Python."
+            "do not use a Python keyword."
         )
     is_registered = name in METHODS and not isinstance(METHODS[name].builder, str)
     is_attribute = name in ObjectiveConfig.model_fields or hasattr(ObjectiveConfig, name)
@@ -64,9 +64,9 @@ def register_loss(name: str, builder: LossBuilder, options: type[Section] | None
     try:
         options()
     except ValidationError as error:
-        invalid = ", ".join(str(problem["loc"][0]) for problem in error.errors())
+        problems = [f"{'.'.join(map(str, problem['loc'])) or name}: {problem['msg']}" for problem in error.errors()]
         raise UserError(
-            f"register_loss: every option of {name} needs a valid default; give one to {invalid}."
+            f"register_loss: every option of {name} needs a valid default ({'; '.join(problems)})."
         ) from error
     REGISTERED_OPTIONS[name] = options
     METHODS[name] = Method(builder=builder, sections=(name,), estimates_normalizers=False)

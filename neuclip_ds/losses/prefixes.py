@@ -44,8 +44,8 @@ def build_function(build: LossBuilder, config: ObjectiveConfig, context: LossCon
     for length in config.prefixes:
         if length >= context.dim:
             raise UserError(
-                f"objective.prefixes contains {length}, but the features have {context.dim} dimensions "
-                "(model.embed_dim): use shorter prefixes; the whole features are always trained, with weight 1."
+                f"objective.prefixes contains {length}, but the features have only {context.dim} dimensions: use "
+                "shorter prefixes; the whole features are always trained, with weight 1."
             )
         of_prefixes[length] = build(config, replace(context, dim=length))
     return PrefixedLoss(function, of_prefixes, config.prefixes, context)

@@ -27,8 +27,8 @@ def siglip(config: ObjectiveConfig, context: LossContext) -> "SigmoidLoss":
     bias = context.bias if config.siglip.bias is None else config.siglip.bias
     if bias is None:
         raise UserError(
-            "The pretrained checkpoint has no logit_bias, which SigLIP's loss starts from; pass "
-            "--objective.siglip.bias (SigLIP starts from -10)."
+            "The pretrained checkpoint has no logit_bias, from which SigLIP's loss starts; set objective.siglip.bias "
+            "(SigLIP starts from -10)."
         )
     return SigmoidLoss(config, context, LearnableTemperature(config, context, bias=bias))
 

@@ -89,7 +89,10 @@ class StoredBatch:
         """Return the rows of all micro-batches; raise `RuntimeError` if they come from different models."""
         widths = batches[0].widths()
         if any(batch.widths() != widths for batch in batches):
-            raise RuntimeError("accumulate(): pass the reference and the teachers of every micro-batch, or of none.")
+            raise RuntimeError(
+                "accumulate(): pass features of the same reference model and teachers with every micro-batch, or "
+                "with none."
+            )
         references = [batch.reference for batch in batches if batch.reference is not None]
         reference = _concatenated(references) if references else None
         teachers: list[StoredRows] = []

@@ -118,8 +118,8 @@ def initial_temperature(config: TemperatureConfig, context: LossContext, learned
     tau = context.temperature if config.initial is None else config.initial
     if tau is None:
         raise UserError(
-            "The pretrained checkpoint has no logit_scale, so its temperature is unknown; pass "
-            "--objective.temperature.initial (OpenAI's models use 0.01)."
+            "The pretrained checkpoint has no logit_scale, so its temperature is unknown; set "
+            "objective.temperature.initial (OpenAI's models use 0.01)."
         )
     if not learned:
         return tau
