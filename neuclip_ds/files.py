@@ -247,7 +247,7 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
 
 
 @contextmanager
-def explain_disk(path: Path, remedy: str = "choose another --run.output-dir") -> Iterator[None]:
+def explain_disk(path: Path, remedy: str = "choose another run.output_dir") -> Iterator[None]:
     """Turn a file-system error that occurs while writing `path` into a `UserError` that ends with `remedy`.
 
     If the error reports a limit of this machine, such as the number of open files, the `UserError` ends with the advice

@@ -58,7 +58,8 @@ def read_environment(env: MutableMapping[str, str] = os.environ) -> RankEnvironm
     if not are_numbers or int(values[0]) >= int(values[2]):
         settings = ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
         raise UserError(
-            f"The values {settings} do not describe a rank; start the run with a launcher, which sets these variables."
+            f"The values {settings} do not describe a rank; start the program with a launcher, which sets these "
+            "variables, or unset them."
         )
     rank, local_rank, world_size = values
     return RankEnvironment(int(rank), int(local_rank), int(world_size))
@@ -96,7 +97,7 @@ def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
         env["LOCAL_RANK"] = str(environment.local_rank)
         env["WORLD_SIZE"] = str(environment.world_size)
     elif names in (_TORCH, _SLURM):
-        raise UserError("MASTER_ADDR and MASTER_PORT, the address of rank 0, are not set: set them on each rank.")
+        raise UserError("MASTER_ADDR and MASTER_PORT must give the address of rank 0: set both on each rank.")
 
 
 def find_gpus(devices: Path = Path("/dev")) -> list[str]:
@@ -127,15 +128,9 @@ def refuse_missing_gpus(torch_build: str) -> None:
         return
     gpus = find_gpus()
     if gpus:
-        driver = None
-        if _DRIVER.is_file():
-            driver = re.search(r"\b\d{3,}\.[\d.]+", _DRIVER.read_text())
         raise UserError(
-            f"{socket.gethostname()} has GPUs ({', '.join(gpus)}), but torch cannot use them: this is {torch_build}, "
-            f"and NVIDIA's driver is {driver[0] if driver else 'not loaded'}. Check nvidia-smi and "
-            "CUDA_VISIBLE_DEVICES; install a newer driver, or torch for an older CUDA: pip install 'torch<2.16' "
-            "torchvision --index-url https://download.pytorch.org/whl/cu126. To train on the CPU, set "
-            "DS_ACCELERATOR=cpu."
+            f"{socket.gethostname()} has GPUs ({', '.join(gpus)}), but torch cannot use them: this is {torch_build}"
+            f"{_advice_on_gpus(gpus)} To use the CPU, set DS_ACCELERATOR=cpu."
         )
     for parent in psutil.Process().parents():
         with suppress(psutil.Error):  # the process has ended
@@ -147,6 +142,20 @@ def refuse_missing_gpus(torch_build: str) -> None:
                     "nvidia-smi and CUDA_VISIBLE_DEVICES, and that torch is built for GPUs; or train on CPU cores with "
                     f"deepspeed --num_accelerators {launched[1]}."
                 )
+
+
+def _advice_on_gpus(gpus: Sequence[str]) -> str:
+    """Return the rest of a sentence about torch, and advice, for GPUs that torch cannot use."""
+    if not any("nvidia" in gpu for gpu in gpus):
+        return ". Check rocm-smi and HIP_VISIBLE_DEVICES; install torch for ROCm (pytorch.org)."
+    driver = None
+    if _DRIVER.is_file():
+        driver = re.search(r"\b\d{3,}\.[\d.]+", _DRIVER.read_text())
+    return (
+        f", and NVIDIA's driver is {driver[0] if driver else 'not loaded'}. Check nvidia-smi and CUDA_VISIBLE_DEVICES; "
+        "install a newer driver, or torch for an older CUDA: pip install 'torch<2.16' torchvision --index-url "
+        "https://download.pytorch.org/whl/cu126."
+    )
 
 
 def use_interface_of(address: str) -> None:

@@ -95,8 +95,8 @@ def load_recovered_state(checkpoint: Path, context: RunContext, loss: Contrastiv
         if recovered_optimizer != optimizer:
             raise UserError(
                 f"{checkpoint} contains moments of optimizer.name={recovered_optimizer}, "
-                f"but this run uses {optimizer}: set optimizer.name={recovered_optimizer}, or pass "
-                "--recovery.restore='[\"statistics\"]'."
+                f"but this run uses {optimizer}: set optimizer.name={recovered_optimizer}, or set "
+                "recovery.restore=[statistics]."
             )
         load_moments(checkpoint / STATE, context.engine, context.communicator)
         restored.append("moments")
@@ -105,10 +105,10 @@ def load_recovered_state(checkpoint: Path, context: RunContext, loss: Contrastiv
     if "statistics" in restore and _TABLE in tables:
         if not keeps_u(method):
             raise UserError(
-                f"{checkpoint} was recovered with the loss of {method}, which does not keep u: pass "
-                "--recovery.restore='[\"moments\"]', or recover with --recovery.loss=gcl."
+                f"{checkpoint} was recovered with the loss of {method}, which does not keep u: set "
+                "recovery.restore=[moments], or recover with recovery.loss=gcl."
             )
-        check_data(meta["data"], context.data.manifest)
+        check_data(meta["data"], context.data.manifest, f"The recovered state in {checkpoint}", "recover again")
         _check_reference(checkpoint, meta["data"], context.data.record())
         files = StateFiles(checkpoint / STATE, verified=True)
         recovered_tau = float(files.replicated(OBJECTIVE).get(_TAU, torch.nan))
