@@ -26,7 +26,7 @@ from pydantic import (
 )
 from pydantic_settings import NoDecode
 
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, counted
 from neuclip_ds.losses.methods import method_of
 from neuclip_ds.losses.options import ObjectiveConfig, default_objective, objective_config
 from neuclip_ds.section import Section, is_given, merge
@@ -60,7 +60,8 @@ class RunConfig(Section):
     newest checkpoint. The run ends if this happens again before training has passed these steps."""
     remote: str | None = Field(None, min_length=1)
     """Folder in a remote store, such as s3://bucket/runs. Checkpoints, metrics and logs are copied to its subfolder
-    NAME while training continues. A run resumes from this copy if its local checkpoints are older or absent."""
+    NAME while training continues. A run resumes from this copy if its local checkpoints are older, damaged or
+    absent."""
     log_every: int = Field(10, ge=1)
     """Steps between lines of metrics.jsonl, and between points in TensorBoard and Weights & Biases."""
     evaluate_every: int = Field(0, ge=0)
@@ -132,7 +133,7 @@ class AugmentConfig(Section):
 class DataConfig(Section):
     train: Annotated[str | list[SourceConfig], NoDecode] = ""
     """Training pairs: a folder of tar shards, a glob or brace pattern, a manifest folder, or `demo:train`; or several
-    weighted sources: [{path: /data/dfn, weight: 3}, {path: /data/cc12m, weight: 1}]."""
+    weighted sources: [{"path": "/data/dfn", "weight": 3}, {"path": "/data/cc12m", "weight": 1}]."""
     val: Annotated[Annotated[int, Field(ge=0)] | str, Field(union_mode="left_to_right")] = "auto"
     """Held-out pairs for retrieval, in any form that `train` accepts, or the number of pairs to hold out of `train`.
     `auto` uses the `val` folder next to `train` if it exists; otherwise, it holds out 0.1% of the pairs, but at least
@@ -221,7 +222,9 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _mixtures_fill_their_batches(self) -> DataConfig:
         if self.sources and self.drop_last:
-            raise ValueError("drop_last has no effect on a mixture of sources, whose batches are always full; omit it")
+            raise ValueError(
+                "drop_last has no effect on a mixture of sources, whose batches are always full; omit drop_last"
+            )
         return self
 
     @property
@@ -426,7 +429,9 @@ class ModelConfig(Section):
     def _weights_have_one_source(self) -> ModelConfig:
         for name, tower in (("vision", self.vision), ("text", self.text)):
             if self.pretrained and tower.pretrained:
-                raise ValueError(f"model.pretrained provides both towers; omit it or model.{name}.pretrained")
+                raise ValueError(
+                    f"model.pretrained provides both towers; omit model.pretrained or model.{name}.pretrained"
+                )
         return self
 
     @model_validator(mode="after")
@@ -439,8 +444,8 @@ class ModelConfig(Section):
         if is_given(self, "embed_dim"):
             given.append("model.embed_dim")
         if given:
-            pronoun = "it" if len(given) == 1 else "them"
-            raise ValueError(f"the checkpoint of model.pretrained determines {', '.join(given)}; omit {pronoun}")
+            options = "this option" if len(given) == 1 else "these options"
+            raise ValueError(f"the checkpoint of model.pretrained determines {', '.join(given)}; omit {options}")
         return self
 
     @model_validator(mode="after")
@@ -506,7 +511,10 @@ class OptimizerConfig(Section):
     @model_validator(mode="after")
     def _rates_have_a_base(self) -> OptimizerConfig:
         if self.lr == 0 and (self.vision_lr or self.text_lr):
-            raise ValueError("lr=0 leaves no schedule for vision_lr and text_lr; set lr to the larger of these two")
+            raise ValueError(
+                "lr=0 leaves no schedule for vision_lr and text_lr; set lr above 0 and, to train one tower only, "
+                "model.vision.trainable or model.text.trainable to frozen"
+            )
         return self
 
 
@@ -534,8 +542,8 @@ class RecoveryConfig(Section):
     def _gamma_has_a_start(self) -> RecoveryConfig:
         if self.reuse and not self.epochs and "statistics" in self.restore:
             raise ValueError(
-                "reuse restores u, and gamma then continues after the epochs of that recovery; set recovery.epochs to "
-                "the number of epochs in the reused run"
+                "reuse needs recovery.epochs, because gamma's schedule continues after the recovery; set "
+                "recovery.epochs to the number of epochs in the reused run"
             )
         return self
 
@@ -625,7 +633,7 @@ class Config(Section):
             nearest_divisor = min(up_to_root + from_root, key=lambda size: abs(size - micro_batch))
             raise UserError(
                 f"data.micro_batch={micro_batch} does not divide the rank's batch of {rank_batch} "
-                f"({self.data.batch_size} over {world_size} ranks); use {nearest_divisor}."
+                f"({self.data.batch_size} over {counted(world_size, 'rank')}); use {nearest_divisor}."
             )
         return micro_batch
 

@@ -107,11 +107,11 @@ def install_command(extra: str) -> str:
 
 
 def require_package(module: str, option: str, extra: str) -> None:
-    """Raise UserError if an option needs an optional package that is not installed; the message names the extra."""
+    """Raise UserError if `option` needs an optional package that is not installed; the message names the extra."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:  # a folder of that name, such as wandb/, looks like a package
         command = install_command(extra)
-        raise UserError(f"{option} needs {module}, which is not installed: run {command}, or omit the option.")
+        raise UserError(f"{option} needs {module}, which is not installed: run {command}.")
 
 
 @contextmanager

@@ -166,13 +166,13 @@ def _refuse_unsupported(path: Path, engine: dict[str, Any]) -> None:
         )
     if not options.bf16.check_grad_overflow:
         problems.append(
-            "turns off bf16.check_grad_overflow, without which nonfinite gradients are not detected: remove this "
+            "turns off bf16.check_grad_overflow, without which non-finite gradients are not detected: remove this "
             "setting from the JSON"
         )
     if not zero.compute_grad_norm:
         problems.append(
-            "turns off zero_optimization.compute_grad_norm, without which nonfinite gradients are not detected: remove "
-            "this setting from the JSON"
+            "turns off zero_optimization.compute_grad_norm, without which non-finite gradients are not detected: "
+            "remove this setting from the JSON"
         )
     for key, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         if offload is not None and (offload.device == "nvme" or offload.ratio != 1):

@@ -128,7 +128,7 @@ class ObjectiveConfig(Section):
     training (DRRho-CLIP)."""
     prefixes: dict[Annotated[int, Field(ge=1)], Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Lengths of prefixes of the embedding that are trained as embeddings too (Matryoshka), and the weight of each
-    prefix's loss, such as {64: 1, 128: 1}. The loss of the whole embedding has weight 1."""
+    prefix's loss, such as {"64": 1, "128": 1}. The loss of the whole embedding has weight 1."""
     temperature: TemperatureConfig = Field(default_factory=TemperatureConfig)
     distill: DistillConfig = Field(default_factory=DistillConfig)
     siglip: SiglipConfig = Field(default_factory=SiglipConfig)
