@@ -98,7 +98,7 @@ class SourceConfig(Section):
     """One of the data sources in a mixture."""
 
     path: str = Field(min_length=1)
-    """Pairs of the source, in any form that `data.train` accepts."""
+    """Pairs of the source, in any form that `data.train` accepts for a single source."""
     weight: float | None = Field(None, ge=0)
     """Weight of the source in each batch, relative to the other sources. By default, the source's number of samples."""
 
@@ -135,9 +135,10 @@ class DataConfig(Section):
     """Training pairs: a folder of tar shards, a glob or brace pattern, a manifest folder, or `demo:train`; or several
     weighted sources: [{"path": "/data/dfn", "weight": 3}, {"path": "/data/cc12m", "weight": 1}]."""
     val: Annotated[Annotated[int, Field(ge=0)] | str, Field(union_mode="left_to_right")] = "auto"
-    """Held-out pairs for retrieval, in any form that `train` accepts, or the number of pairs to hold out of `train`.
-    `auto` uses the `val` folder next to `train` if it exists; otherwise, it holds out 0.1% of the pairs, but at least
-    200 and at most 10,000, or none if `train` has fewer than 2,000 pairs. An empty value disables validation."""
+    """Held-out pairs for retrieval: a single source, in any form that `train` accepts, or the number of pairs to hold
+    out of `train`. `auto` uses the `val` folder next to `train` if it exists; otherwise, it holds out 0.1% of the
+    pairs, but at least 200 and at most 10,000, or none if `train` has fewer than 2,000 pairs. An empty value disables
+    validation."""
     zero_shot: str = "auto"
     """Zero-shot set: a folder with one subfolder of images per class, or a folder in CLIP_benchmark's layout. `auto`
     uses the `zero_shot` folder next to `train` if it exists; an empty value disables zero-shot evaluation."""
@@ -306,15 +307,14 @@ class VisionConfig(TowerConfig):
     where its speed has not been measured yet. Applies to pretrained towers too."""
     projection: Projection = "linear"
     """Projection of the image model's feature to the joint space, without biases: one `linear` layer, or an `mlp` with
-    (width + d) // 2 hidden units and GELU, as in open_clip."""
+    (width + d) // 2 hidden units and GELU, as in open_clip's `hf_proj_type`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Additional keyword arguments of `timm.create_model`, such as patch_size, embed_dim, depth and num_heads."""
     mean: tuple[float, float, float] | None = None
-    """Mean per channel, subtracted from pixels in [0, 1]. By default, the mean with which the weights in `pretrained`
-    were trained, else the mean of OpenAI's CLIP."""
+    """Mean per channel, subtracted from pixels in [0, 1]. With `pretrained`, by default timm's mean for the tag or, for
+    a file, timm's mean for the model; otherwise, by default, the mean of OpenAI's CLIP."""
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = None
-    """Standard deviation per channel, by which pixels are divided. By default, the standard deviation with
-    which the weights in `pretrained` were trained, else the standard deviation of OpenAI's CLIP."""
+    """Standard deviation per channel, by which pixels are divided; the default is chosen as for `mean`."""
 
     def resolved_image_size(self) -> int:
         """Return the image size of a tower that is built from the config, by default 224."""

@@ -586,7 +586,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             log.warning(
                 "The loss runs uncompiled, and therefore slower, because torch.compile fails: %s",
-                str(error).partition("\n")[0],
+                " ".join(str(error).strip().splitlines()[:2]),  # the first may name only the compiler's backend
             )
             current = function
             return call(*arguments)
