@@ -183,8 +183,8 @@ def _name_orphans() -> None:
     orphans = " ".join(str(pid) for pid in find_orphans())
     if orphans:
         log.warning(
-            "These processes on %s are ranks whose launcher has ended, and may still train: %s. If nobody needs them, "
-            "run: kill %s",
+            "These processes on %s are ranks whose launcher has ended, and may still be training: %s. If nobody needs "
+            "them, run: kill %s",
             socket.gethostname(),
             orphans,
             orphans,

@@ -312,7 +312,7 @@ class GlobalTemperatureRule:
         if config.temperature.rule == "learned":
             if not context.samples:
                 raise UserError(
-                    "objective.temperature.rule=learned sets eps to 1/(n-1), where n is the number of training "
+                    "temperature.rule=learned sets eps to 1/(n-1), where n is the number of training "
                     "samples, which is unknown: pass samples=n to ContrastiveLoss, or use rule=robust."
                 )
             others = max(1, context.samples - 1)

@@ -155,7 +155,10 @@ class ObjectiveConfig(Section):
             readers = [other for other, row in METHODS.items() if row.has_temperature_rule]
             raise UserError(_unread_message(name, option, readers))
         if tree.get("reference_model") is not None and method.refuses_reference:
-            readers = [other for other, row in METHODS.items() if not row.refuses_reference]
+            # a registered loss may refuse a reference when it is built
+            readers = [
+                other for other, row in METHODS.items() if not row.refuses_reference and isinstance(row.builder, str)
+            ]
             reason = f" The loss of {name} does not support a reference model."
             raise UserError(_unread_message(name, "objective.reference_model", readers, reason))
         return merge(method.defaults, tree)

@@ -166,6 +166,8 @@ def test_a_name_or_options_that_cannot_be_used_are_refused(registry: None) -> No
         register_loss("mine", builder, NoDefault)
     register_loss("mine", builder)
     register_loss("mine", builder)  # as in a notebook cell that is run again
+    with pytest.raises(UserError, match=r"these methods do: openclip, .*, gcl\. "):
+        ContrastiveLoss("siglip", dim=4, reference_model="features")
     assert METHODS["mine"].estimates_normalizers is False
 
 
