@@ -29,6 +29,9 @@ class Method:
     """Sections and options under `objective` that this method reads but some other methods do not."""
     defaults: Options = field(default_factory=dict)
     """Published settings that differ from the defaults of the sections."""
+    state_options: tuple[str, ...] = ()
+    """Dotted options under `objective` that determine which tensors the loss's state contains, or their shapes. A resumed
+    run must keep them."""
     estimates_normalizers: bool = True
     """Whether the method estimates the normalizers; SigLIP's loss has none."""
     has_temperature_rule: bool = False

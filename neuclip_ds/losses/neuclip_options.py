@@ -97,6 +97,7 @@ METHODS = {
     "neuclip": Method(
         builder="neuclip.neuclip",
         sections=("npn",),
+        state_options=("npn.network", "npn.order", "npn.optimizer", "npn.prototypes"),
         defaults={"temperature": {"initial": 0.07, "rule": "robust"}},
         has_temperature_rule=True,
         refuses_reference=True,
