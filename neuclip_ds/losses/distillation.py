@@ -121,7 +121,7 @@ def distill(batch: GatheredFeatures, tau: Tensor, config: DistillConfig, columns
 
 
 def combined(config: DistillConfig, contrastive: Tensor, distillation: Tensor) -> Tensor:
-    """Return the weighted sum of the method's loss and the distillation, or of their derivatives by one variable."""
+    """Return the weighted sum of the method's loss and the distillation, or of their derivatives."""
     return config.contrastive_weight * contrastive + config.weight * distillation
 
 

@@ -2,8 +2,9 @@
 
 Reading f fields of each rank's samples takes one reduce-scatter of a (B, f) tensor; reading the whole batch takes one
 all-reduce. For both, each rank copies its local rows into a zero-filled buffer. Reads can overlap the encoders' forward
-pass. Writes need no communication, because all ranks have the values. The host never waits for the device: shapes do
-not depend on which rank stores a row, and tables in host memory are updated once the new values have arrived.
+pass. Writes need no communication, because all ranks have the values. The host does not wait for the device, because
+shapes do not depend on which rank stores a row; only the first access to a table in host memory after a write waits
+until the new values have arrived.
 """
 
 from collections.abc import Mapping

@@ -86,7 +86,7 @@ class StoredBatch:
 
     @classmethod
     def concatenated(cls, batches: Sequence[StoredBatch]) -> StoredBatch:
-        """Return the rows of all micro-batches; raise `RuntimeError` if they come from different models."""
+        """Return the rows of all micro-batches; raise `RuntimeError` if the number or widths of the features differ."""
         widths = batches[0].widths()
         if any(batch.widths() != widths for batch in batches):
             raise RuntimeError("accumulate(): pass the reference and the teachers of every micro-batch, or of none.")
