@@ -23,7 +23,7 @@ class SampleStore:
     """Table of f floating-point fields for n samples; each of the K ranks stores 4 f ceil(n / K) bytes in float32.
 
     Args:
-        n: number of samples in the dataset; a global index is in [0, n).
+        n: number of rows: one for each sample of the dataset, and any spare rows; a global index is in [0, n).
         fields: name -> initial value (`-inf` for a logarithm that has no value yet).
         communicator: communicator between the ranks over which rows are partitioned.
         dtype: dtype of the rows.
