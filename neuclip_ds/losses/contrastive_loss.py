@@ -396,7 +396,11 @@ class ContrastiveLoss(nn.Module):
 
     @property
     def temperature(self) -> float:
-        """Current temperature tau; with individual temperatures, their mean over the last batch."""
+        """Current temperature tau; with individual temperatures, their mean over the last batch.
+
+        Before the first batch, individual temperatures have their initial value. The value has no meaning for a custom
+        loss that has no temperature.
+        """
         tau = trained_temperature(self.function.replicated_state())
         if tau is not None:
             return float(tau)
