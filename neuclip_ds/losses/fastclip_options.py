@@ -21,7 +21,7 @@ class MovingAverageConfig(Section):
 
 SECTIONS = ("moving_average", "epoch_steps")
 
-# SogCLR and iSogCLR as tuned in FastCLIP's study of gamma, which also gives their initial temperature of 0.03
+# SogCLR and iSogCLR as tuned on CC3M in FastCLIP's study of gamma, which also gives their initial temperature of 0.03
 _TUNED_GAMMA = {"gamma": "constant", "gamma_min": 0.6}
 
 METHODS = {
