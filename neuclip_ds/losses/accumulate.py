@@ -145,7 +145,7 @@ class MicroBatches:
 
 
 class TwoPass(MicroBatches):
-    """Two passes over micro-batches: one collects the features for the whole batch's loss, the other backpropagates.
+    """Two passes over micro-batches: one collects features for the whole batch's loss, and one backpropagates.
 
     `ContrastiveLoss.accumulate` yields this object. Both passes draw the same random numbers, so dropout masks match. A
     missing, extra or out-of-order call raises `RuntimeError`.

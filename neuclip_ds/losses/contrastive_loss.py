@@ -307,8 +307,8 @@ class ContrastiveLoss(nn.Module):
                 any device. Their similarities are subtracted from the similarities of `image_features` and
                 `text_features` (DRRho-CLIP).
             teacher: image and text features of the samples from a teacher, in the same form, or a list with such a pair
-                for each teacher. The features learn the teachers' softmax over the batch; the options are under
-                `objective.distill`. Stored features receive no gradient.
+                for each teacher. The loss also trains the features' softmax over the batch to match the teachers'; the
+                options are under `objective.distill`. Stored features receive no gradient.
 
         Raises:
             ValueError: with `validate=True`, on all ranks, if any rank's arguments are invalid, or ranks differ in

@@ -1,4 +1,4 @@
-"""Contrastive distillation: the student's softmax over a batch learns the softmax of one or more teachers.
+"""Contrastive distillation: train the student's softmax over a batch to match that of one or more teachers.
 
 This is open_clip's `DistillClipLoss`. The softmaxes of T teachers are averaged, as in MobileCLIP (Vasu et al. 2024):
 
