@@ -167,6 +167,15 @@ def label(arm: str) -> str:
     return f"`{name}`, {text}" if text else f"`{name}`"
 
 
+def label_on_heads(arm: str) -> str:
+    """Return the label of an arm of the study of heads, with the value of a constant temperature."""
+    text = label(arm)
+    if "constant tau" in text:
+        result = next(result for result in of_stages("finals") if result.arm == arm)
+        text = text.replace("constant tau", f"tau = {result.run['options']['temperature']['initial']:g}")
+    return text
+
+
 def mean(seeds: Seeds) -> str:
     return f"{statistics.mean(result.recall for result in seeds.values()):.2f}" if seeds else "-"
 
@@ -226,7 +235,7 @@ def losses() -> str:
     rows.append([f"`{PEER}`, 32x batch", *(gain(best_large_batch(batch), peers[batch]) for batch in batches)])
     for arm in arms_of("finals"):
         if arm != PEER:
-            rows.append([label(arm), *(gain(runs("finals", arm, batch), peers[batch]) for batch in batches)])
+            rows.append([label_on_heads(arm), *(gain(runs("finals", arm, batch), peers[batch]) for batch in batches)])
     head = ["recall minus that of `openclip`", *(f"B = {batch}" for batch in batches)]
     return markdown(head, rows, of_stages("finals", "gate"))
 
@@ -249,7 +258,7 @@ def pairs_of_losses() -> str:
     rows: list[list[str]] = []
     for ours, theirs in compared:
         gains = [gain(runs("finals", ours, batch), runs("finals", theirs, batch)) for batch in batches]
-        rows.append([f"{label(ours)}, minus {label(theirs)}", *gains])
+        rows.append([f"{label_on_heads(ours)}, minus {label_on_heads(theirs)}", *gains])
     large = [gain(runs("finals", QUEUE, batch), best_large_batch(batch)) for batch in batches]
     rows.append([f"{label(QUEUE)}, minus the 32x batch", *large])
     return markdown(["difference", *(f"B = {batch}" for batch in batches)], rows, of_stages("finals", "gate"))
@@ -260,7 +269,7 @@ def normalizer_errors() -> str:
     batches = batches_of("finals")
     rows: list[list[str]] = []
     for arm in arms_of("finals"):
-        row = [label(arm)]
+        row = [label_on_heads(arm)]
         for batch in batches:
             results = [run.results for run in runs("finals", arm, batch).values()]
             errors = [result.get("error_std", math.nan) for result in results]
@@ -294,7 +303,7 @@ def settings() -> str:
         rows.append([_setting_of(result), str(result.batch), mean(peer), *gains, lead])
     order = [_setting_of(result) for stage in stages for result in of_stages(stage)]
     rows.sort(key=lambda row: order.index(row[0]))
-    head = ["setting", "B", f"recall of `{PEER}`", *(label(arm) for arm in others)]
+    head = ["setting", "B", f"recall of `{PEER}`", *(label_on_heads(arm) for arm in others)]
     head.append(f"{label(QUEUE)}, minus `fastclip_v3`")
     return markdown(head, rows, of_stages(*stages))
 
@@ -369,7 +378,16 @@ def causes() -> str:
             for peer_stage, peer in compared:
                 if (peer_stage, peer) != (stage, arm):
                     difference_from_peer = gain(seeds, runs(peer_stage, peer, 16, setting))
-                    rows.append([title, label(arm), f"{tau:.3f}", mean(seeds), label(peer), difference_from_peer])
+                    rows.append(
+                        [
+                            title,
+                            label_on_heads(arm),
+                            f"{tau:.3f}",
+                            mean(seeds),
+                            label_on_heads(peer),
+                            difference_from_peer,
+                        ]
+                    )
     head = ["setting, B = 16", "loss", "final tau", "recall", "compared with", "difference"]
     return markdown(head, rows, of_stages(*peers))
 
