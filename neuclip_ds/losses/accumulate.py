@@ -145,7 +145,7 @@ class MicroBatches:
 
 
 class TwoPass(MicroBatches):
-    """Two passes over micro-batches: one collects features for the whole batch's loss, and one backpropagates.
+    """Two passes over micro-batches: the first collects features for the loss, and the second backpropagates.
 
     `ContrastiveLoss.accumulate` yields this object. Both passes draw the same random numbers, so dropout masks match. A
     missing, extra or out-of-order call raises `RuntimeError`.
