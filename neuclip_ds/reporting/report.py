@@ -159,7 +159,7 @@ def run_names(runs: Sequence[Path]) -> list[str]:
 
 
 def differing_options(configs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return a row for each option whose value is not the same in all configs: its dotted name and the values."""
+    """Return a row for each option that differs, except run.name: its dotted name and its value in each config."""
     rows: dict[str, list[str]] = {}
     for number, config in enumerate(configs):
         for name, (_, value) in changed_options({}, config).items():
@@ -180,7 +180,7 @@ def _progress(series: Mapping[str, Series], launches: list[Launch]) -> Iterator[
 
 
 def _duration(launches: list[Launch]) -> str:
-    """Describe the time of all launches; the end of a launch that was killed is unknown."""
+    """Describe the total time of the launches, without those before the last one that were killed."""
     if not launches:
         return "an unknown time"
     unknown = sum(launch.end is None for launch in launches[:-1])
@@ -191,7 +191,7 @@ def _duration(launches: list[Launch]) -> str:
 
 
 def _until_now(launches: list[Launch]) -> list[Launch]:
-    """Return the launches; if the last one, which writes the report, has no end yet, it ends now."""
+    """Return the launches; if the last one has no end, because it is running or was killed, the end is now."""
     *earlier, last = launches
     if last.end is None:
         last = replace(last, end=datetime.now(timezone.utc))
@@ -215,7 +215,7 @@ def _launches(launches: list[Launch]) -> Iterator[str]:
 def _scores(series: Mapping[str, Series], val: object) -> Iterator[str]:
     """If there are scores, yield a table of their last and best values in percent, with chance levels and intervals.
 
-    Also yields a sentence about the retrieval pairs; `val` is their path, or the number of held-out training pairs.
+    Also yields a sentence about the retrieval pairs; `val` is the value of `data.val`.
     """
     rows = []
     for name in scores_among(series):
