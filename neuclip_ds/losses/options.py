@@ -42,7 +42,7 @@ class TemperatureConfig(Section):
     (FastCLIP Procedure 5). With individual temperatures it is always tau."""
     lr: float | None = Field(None, ge=0)
     """Peak learning rate of the temperature and of SigLIP's bias; 0 keeps both constant. By default, the encoders' peak
-    learning rate, `optimizer.lr`."""
+    learning rate, `optimizer.lr`, or 0.01 for isogclr."""
     rule: Literal["robust", "learned"] | None = None
     """How neuclip and neuclip_queue learn tau. `robust` uses rho (NeuCLIP eq. 12) and is neuclip's default. `learned`
     works as in OpenCLIP, with eps = 1/(n-1) and without rho, and is neuclip_queue's default."""

@@ -304,7 +304,7 @@ def _optimizer(scalars: list[Parameter], name: str, context: LossContext) -> tor
 
 
 def trained_temperature(state: Mapping[str, Tensor]) -> Tensor | None:
-    """Return tau from a loss's replicated state, or None if each sample has its own temperature."""
+    """Return tau from a loss's replicated state, or None if it contains none, as with individual temperatures."""
     theta = state.get("temperature.theta", state.get("theta"))
     if theta is None:
         return state.get("temperature.tau", state.get("tau"))
