@@ -16,7 +16,7 @@ from neuclip_ds.checkpoint.saved_model import (
 )
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import counted
-from neuclip_ds.files import check_unused, new_folder
+from neuclip_ds.files import check_unused, explain_disk, new_folder
 from neuclip_ds.models.conversion import write_library_model
 
 
@@ -35,7 +35,8 @@ def export_run(
         path: a run's folder (its newest checkpoint is exported), or a checkpoint in it.
         library: library whose file format to write: transformers, open_clip or sentence_transformers.
         folder: output folder, which must be absent or empty.
-        best: whether to export the best checkpoint (by `run.best_metric`) instead of the newest.
+        best: whether to export the best checkpoint (by `run.best_metric`) instead of the newest; `path` must then be a
+            run's folder.
         average: whether to export the moving average of the weights (`ema.decay`).
         license: identifier for the model card, such as apache-2.0; `unknown` by default.
         fraction: position of the exported weights between the run's start (0) and its result (1).
@@ -44,8 +45,8 @@ def export_run(
         The exported checkpoint.
 
     Raises:
-        UserError: `folder` is not empty, the checkpoint does not exist or is damaged, the format does not support the
-            model, or the run's start cannot be blended with the checkpoint.
+        UserError: `folder` is not empty, the checkpoint does not exist, is damaged or lacks the moving average, the
+            format does not support the model, or the run's start cannot be blended with the checkpoint.
     """
     check_unused(folder)  # before the checkpoint is read
     checkpoint = find_best_checkpoint(path) if best else find_checkpoint(path)
@@ -70,8 +71,8 @@ def export_soup(
 ) -> list[Path]:
     """Export the mean of the weights of several runs, which were fine-tuned from the same checkpoint.
 
-    The arguments are as in `export_run`. Returns the checkpoints. Raises `UserError` as `export_run` does, and if the
-    runs have different starts, architectures or tokenizers.
+    The arguments are as in `export_run`. Returns the checkpoints. Raises `UserError` as `export_run` does, and if a run
+    started from random weights, or the runs differ in their start, architecture, preprocessing or tokenizer.
     """
     check_unused(folder)
     checkpoints = []
@@ -100,6 +101,6 @@ def _write(
     """Write a model to a new folder in a library's format, with the model card of a checkpoint's run."""
     library_model = model.source.to_library_model(model.tokenizer, model.weights, model.logits)
     card = model_card(open_run(checkpoint).config, checkpoint, library, license, average, mixture)
-    with new_folder(folder) as unfinished:
+    with explain_disk(folder, "choose another folder"), new_folder(folder) as unfinished:
         write_library_model(library_model, library, unfinished)
         (unfinished / "README.md").write_text(card, encoding="utf-8")

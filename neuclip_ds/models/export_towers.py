@@ -2,8 +2,9 @@
 
 transformers: a VisionTextDualEncoderModel, whose image tower is timm's model in transformers' wrapper. open_clip: a
 model with timm's image tower and an encoder of transformers or open_clip's own text transformer. sentence-transformers:
-a router with one route for texts and one for images, which supports all of our towers. A model that a format cannot
-express exactly is refused.
+a router with one route for texts and one for images, which supports all of our towers. A model whose features a format
+cannot express exactly is refused. The logit bias is written only for open_clip, and the temperature for all formats but
+sentence-transformers.
 """
 
 import json
@@ -14,7 +15,6 @@ from typing import Any, NamedTuple
 
 import timm
 import torch
-from safetensors.torch import save_file
 from timm.layers import AttentionPool2d, RotAttentionPool2d
 from tokenizers import processors
 from torch import Tensor, nn
@@ -33,8 +33,8 @@ from neuclip_ds.models.pretrained.base import (
     TrainedTowers,
     check_tensors,
     logit_tensors,
-    plain_tensors,
     rename_prefixes,
+    save_weights,
 )
 from neuclip_ds.models.pretrained.files import SENTENCE_TRANSFORMERS
 from neuclip_ds.models.pretrained.text_encoder import PretrainedTextTower, TextEncoderTokenizer
@@ -46,7 +46,7 @@ _TEXT = "text.trunk."
 _ANY_MODEL = (
     f"export the model with --format={SENTENCE_TRANSFORMERS}"  # a format for every model that is built from the config
 )
-_OPEN_CLIP_ENCODERS = ("bert", "roberta", "xlm-roberta")  # that open_clip's text tower builds
+_OPEN_CLIP_ENCODERS = ("bert", "roberta", "xlm-roberta")  # model types that open_clip's text tower can build
 # BERT's pooler is tanh(W h + b) of the first hidden state h: with W = 2^-14 and b = 0 it returns 2^-14 h, up to
 # float32 rounding, and the projection multiplies by 2^14
 _POOLER_SCALE = 2.0**-14
@@ -93,7 +93,7 @@ def write_vision_text_model(towers: TrainedTowers, folder: Path) -> None:
         expected = VisionTextDualEncoderModel(config).state_dict()
     check_tensors(str(folder), expected, weights)
     config.save_pretrained(folder)
-    save_file(plain_tensors(weights), folder / "model.safetensors", metadata={"format": "pt"})
+    save_weights(weights, folder / "model.safetensors")
     MODEL_TYPES["clip"].processor(towers.preprocessing).save_pretrained(folder)
     _save_tokenizer(towers, folder)
 
@@ -163,7 +163,7 @@ def to_open_clip(
 
     Args:
         towers: the model.
-        clip_text: `text_cfg` of CLIP's text transformer, unused for other encoders, and `quick_gelu` of the model.
+        clip_text: `text_cfg` of CLIP's text transformer and the model's `quick_gelu`; unused for other encoders.
         clip_weights: the tensors of CLIP's text transformer under open_clip's names; unused for other encoders.
 
     Raises:
@@ -313,7 +313,7 @@ def write_sentence_transformers(towers: TrainedTowers, folder: Path) -> None:
             (folder / name).mkdir()
             _write_json(folder / name / "config.json", module.config)
             if module.weights:
-                save_file(plain_tensors(module.weights), folder / name / "model.safetensors", {"format": "pt"})
+                save_weights(module.weights, folder / name / "model.safetensors")
     _write_text_transformer(towers, folder / "text_0_Transformer")
     _write_image_transformer(towers, folder / "image_0_Transformer")
     parameters: dict[str, Any] = {"default_route": None, "allow_empty_key": False, "route_mappings": {}}
@@ -333,7 +333,7 @@ def _write_text_transformer(towers: TrainedTowers, folder: Path) -> None:
         weights["shared.weight"] = weights.pop("encoder.embed_tokens.weight")
         config.architectures = [config.architectures[0].replace("Stack", "EncoderModel")]
     config.save_pretrained(folder)
-    save_file(plain_tensors(weights), folder / "model.safetensors", {"format": "pt"})
+    save_weights(weights, folder / "model.safetensors")
     _save_tokenizer(towers, folder)
     settings = _transformer_settings("text", "last_hidden_state", "token_embeddings")
     _write_json(folder / "sentence_bert_config.json", settings)
@@ -345,7 +345,7 @@ def _write_image_transformer(towers: TrainedTowers, folder: Path) -> None:
     if _attention_pool(towers) is not None:
         weights = {name: value for name, value in weights.items() if not name.startswith("timm_model.head.proj.")}
     _timm_config(towers).save_pretrained(folder)
-    save_file(plain_tensors(weights), folder / "model.safetensors", {"format": "pt"})
+    save_weights(weights, folder / "model.safetensors")
     MODEL_TYPES["clip"].processor(towers.preprocessing).save_pretrained(folder)
     settings = _transformer_settings("image", "pooler_output", "sentence_embedding")
     _write_json(folder / "sentence_bert_config.json", settings)
@@ -391,7 +391,7 @@ def _between(feature: str) -> dict[str, str]:
 
 
 def _pooling_mode(towers: TrainedTowers) -> str:
-    """Return the pooling's name in sentence-transformers; a caption ends with EOS if it is pooled there."""
+    """Return the pooling's name in sentence-transformers; if captions are pooled at EOS, EOS is their last token."""
     tower = towers.model.text
     if isinstance(tower, PretrainedTextTower) and tower.pooling in ("cls", "mean"):
         return tower.pooling

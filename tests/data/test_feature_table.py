@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -158,6 +159,18 @@ def test_stored_outputs_of_trunks_replace_the_inputs_of_the_same_samples(
     assert batch.stored == {}
 
 
+def test_a_part_that_does_not_fit_on_the_disk_is_an_os_error(tmp_path: Path) -> None:
+    part = FeaturePart(job="", shard=0, samples=10_000, index=np.arange(10_000))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_part(tmp_path, part)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == [], "nothing is left of the part"
+
+
 def edited(features: Path, folder: Path, shard: int, edit: Callable[[FeaturePart], FeaturePart]) -> Path:
     """Return a copy of the features in which a part was edited."""
     copy = folder / "edited"
@@ -221,7 +234,7 @@ def test_rows_of_a_remote_folder_equal_those_of_a_local_one(tmp_path: Path, mani
     store = fsspec.filesystem("memory")
     for path in features.iterdir():
         store.pipe_file(f"/features/{path.name}", path.read_bytes())
-    with pytest.raises(UserError, match=r"are remote and need a cache"):
+    with pytest.raises(UserError, match=r"are remote: pass a cache"):
         open_table("memory://features", manifest)
     remote = open_table("memory://features/", manifest, ShardCache(tmp_path, 10**6, backoff=0.01))
     index = torch.tensor([15, 0, 5, 11, 4])

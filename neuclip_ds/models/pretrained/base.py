@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from neuclip_ds.config import ModelConfig
@@ -23,8 +25,8 @@ from neuclip_ds.models.towers import DualEncoder
 
 Interpolation = Literal["bicubic", "bilinear"]  # of images, antialiased
 
-# a run's initial logit parameters, preprocessing and hash of the weights of `model.pretrained`, next to the library's
-# files
+# file with a run's initial logit parameters, its preprocessing and the hash of the weights of `model.pretrained`, next
+# to the library's files
 START_FILE = "start.json"
 _START_HASH = "weights"  # key of the hash
 
@@ -56,7 +58,7 @@ class Preprocessing:
     interpolation: Interpolation = "bicubic"  # used for resizing
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON, with lists in place of tuples; omit defaults of the last two fields."""
+        """Return the fields in a JSON-compatible form; omit the last two fields if they have their defaults."""
         fields = {"size": self.size, "mean": list(self.mean), "std": list(self.std), "squash": self.squash}
         if self.margin:
             fields["margin"] = self.margin
@@ -142,7 +144,7 @@ class ModelSource(ABC):
 
         Args:
             tokenizer: the model's tokenizer.
-            weights: tensors under the names of the built model without adapters.
+            weights: the model's tensors, named as in the result of `build` without adapters.
             logits: the temperature and the bias.
         """
 
@@ -167,7 +169,7 @@ class ModelSource(ABC):
 
 
 def read_start_hash(folder: Path) -> str | None:
-    """Read the hash that `ModelSource.save` wrote; None for random weights and for runs of earlier versions."""
+    """Read the hash that `ModelSource.save` wrote; None without `model.pretrained` and for runs of earlier versions."""
     start_hash: str | None = read_json(folder / START_FILE).get(_START_HASH)
     return start_hash
 
@@ -192,14 +194,17 @@ def logit_tensors(logits: LogitParameters, shape: Sequence[int]) -> dict[str, Te
     return tensors
 
 
-def plain_tensors(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous copies of the tensors, as safetensors requires; convert floating-point tensors to float32."""
+def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
+    """Write weights as safetensors, with floating-point tensors in float32; raise OSError if that fails."""
     plain = {}
     for name, tensor in weights.items():
         if tensor.is_floating_point():
             tensor = tensor.float()
-        plain[name] = tensor.contiguous().clone()
-    return plain
+        plain[name] = tensor.contiguous().clone()  # safetensors requires contiguous tensors that share no memory
+    try:
+        save_file(plain, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # also if the disk is full
+        raise OSError(str(error)) from error
 
 
 def rename_prefixes(tensors: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
