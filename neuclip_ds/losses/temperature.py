@@ -127,7 +127,7 @@ def initial_temperature(config: TemperatureConfig, context: LossContext, learned
     if not math.isclose(tau, bounded, rel_tol=1e-3):  # clamping 1/tau at 100 can give 0.0099999
         raise UserError(
             f"The initial temperature {tau:.4g} is outside [minimum={config.minimum}, maximum={config.maximum}] of "
-            "objective.temperature; change the bound, or set objective.temperature.initial to a value within the bounds."
+            "objective.temperature; change the bound, or set objective.temperature.initial to a value between them."
         )
     return bounded
 

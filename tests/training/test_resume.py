@@ -4,11 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from small_checkpoints import DATA, PlainEngine, keeper, trained
 from small_runs import SMALL, TRAIN, call, lines_in, outcome, read_options, start, wait_for
 
-from neuclip_ds.checkpoint.checkpoints import Checkpoints
-from neuclip_ds.checkpoint.integrity import sealed
-from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.recipe import parse
 from neuclip_ds.reporting.events import read_events
@@ -117,11 +115,11 @@ def test_a_run_resumes_only_with_the_options_that_shape_the_state_of_its_loss(
     after = fingerprint(parse(["demo", f"--objective.method={method}", f"--{option}"]).config)
     name = option.partition("=")[0]
     assert [key for key in before if before[key] != after[key]] == [name]
-    (tmp_path / "meta.json").write_text(sealed({"step": 1, "facts": before, "data": {}}))
-    checkpoints = Checkpoints(tmp_path, Communicator(), keep=1)
-    assert checkpoints.read(tmp_path, before)[0] == 1
+    checkpoints = keeper(tmp_path)
+    checkpoint = checkpoints.save(1, PlainEngine(1.0), trained(), before, DATA)
+    assert checkpoints.read(checkpoint, before)[0] == 1
     with pytest.raises(UserError, match=f"use the checkpoint's {name}"):
-        checkpoints.read(tmp_path, after)
+        checkpoints.read(checkpoint, after)
 
 
 def test_a_resume_with_other_compilation_records_an_event(shards: Path, tmp_path: Path) -> None:
