@@ -126,9 +126,8 @@ def initial_temperature(config: TemperatureConfig, context: LossContext, learned
     bounded = min(max(tau, config.minimum), config.maximum)
     if not math.isclose(tau, bounded, rel_tol=1e-3):  # clamping 1/tau at 100 can give 0.0099999
         raise UserError(
-            f"The temperature {tau:.4g} of the method or of the pretrained checkpoint is outside "
-            f"[minimum={config.minimum}, maximum={config.maximum}] of objective.temperature; change the bound, or set "
-            "objective.temperature.initial to a value within the bounds."
+            f"The initial temperature {tau:.4g} is outside [minimum={config.minimum}, maximum={config.maximum}] of "
+            "objective.temperature; change the bound, or set objective.temperature.initial to a value between them."
         )
     return bounded
 
