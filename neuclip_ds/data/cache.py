@@ -34,6 +34,7 @@ from neuclip_ds.data.partial_shard import ARRIVED, DATA, PartialShard, has_arriv
 from neuclip_ds.distributed.stop_signals import deferring
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import checksum_of, explain_disk
+from neuclip_ds.limits import fix_of_limit
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ _POLL = 0.05  # seconds
 _POLL_PIECES = 0.005  # seconds between checks for the pieces of a shard
 _POLL_OWNER = 1.0  # seconds between checks whether the process that fetches a shard in pieces still runs
 _BLOCK_OF_STAT = 512  # bytes, the unit of `st_blocks`
+_FIX = "set data.cache_dir, --cache-dir or TMPDIR to another folder"
 
 
 class ShardCache:
@@ -75,7 +77,7 @@ class ShardCache:
         self._max_outage = max_outage
         self._backoff = backoff
         self._begun: set[str] = set()  # names of the shards that this process fetches in pieces
-        with explain_disk(folder, "change data.cache_dir"):
+        with explain_disk(folder, _FIX):
             for name in ("shards", "fetching", "locks", "failed"):
                 (folder / name).mkdir(parents=True, exist_ok=True)
         status = os.statvfs(folder)
@@ -83,7 +85,8 @@ class ShardCache:
         if capacity_bytes > disk_bytes:
             raise UserError(
                 f"data.cache_gb={capacity_bytes / 1e9:g} is more than the disk of {folder} holds "
-                f"({disk_bytes / 1e9:.1f} GB): lower data.cache_gb, or set data.cache_dir to a folder on a larger disk."
+                f"({disk_bytes / 1e9:.1f} GB): lower data.cache_gb (or --cache-gb), or set data.cache_dir, --cache-dir "
+                "or TMPDIR to a folder on a larger disk."
             )
 
     def path(self, url: str, expected_bytes: int, expected_crc32: int | None = None) -> Path:
@@ -102,8 +105,8 @@ class ShardCache:
         """
         if expected_bytes > self.capacity_bytes:
             raise UserError(
-                f"{url} takes {expected_bytes / 1e9:.3g} GB and does not fit into the cache: raise data.cache_gb "
-                f"(now {self.capacity_bytes / 1e9:g})."
+                f"{url} takes {expected_bytes / 1e9:.3g} GB and does not fit into the cache of "
+                f"{self.capacity_bytes / 1e9:g} GB: raise data.cache_gb (or --cache-gb)."
             )
         retries = Retries(url, self._max_outage, self._backoff)
         try:
@@ -115,10 +118,8 @@ class ShardCache:
         except FetchError:
             raise
         except OSError as error:
-            raise UserError(
-                f"The shard cache {self._folder} cannot be used ({error}); make room or give write permission there, "
-                "or change data.cache_dir."
-            ) from error
+            fix = fix_of_limit(error) or f"make room or give write permission there, or {_FIX}"
+            raise UserError(f"The shard cache {self._folder} cannot be used ({error}); {fix}.") from error
         return self._shard(url)
 
     def open(self, url: str, expected_bytes: int, expected_crc32: int | None = None) -> FileIO:

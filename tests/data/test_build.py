@@ -152,7 +152,7 @@ def unreadable(path: Path) -> None:
 def test_an_unreadable_shard_costs_no_other_and_may_be_omitted(folder, tmp_path, caplog):
     paths, target = paths_of(folder), tmp_path / "m"
     unreadable(folder / "00001.tar")
-    with pytest.raises(UserError, match="1 of 1 shards cannot be used"):
+    with pytest.raises(UserError, match=r"1 of 1 shards cannot be used\. .* Fix the shards, or pass other sources\.$"):
         write_manifest(tmp_path / "n", paths[1:2], Worker(), skip_unreadable=True)
     with pytest.raises(UserError, match=r"1 of 3 shards cannot be used.*00001.tar cannot be read: Is a directory"):
         write_manifest(target, paths, Worker(), CHECKED)
@@ -162,7 +162,7 @@ def test_an_unreadable_shard_costs_no_other_and_may_be_omitted(folder, tmp_path,
     assert [shard.path for shard in manifest.shards] == [paths[0], paths[2]]
     (listed,) = (target / "unreadable_shards.jsonl").read_text().splitlines()
     assert json.loads(listed)["shard"] == paths[1] and "Is a directory" in json.loads(listed)["reason"]
-    assert f"omitted 1 of 3 shards, which cannot be used; {target}/unreadable_shards.jsonl lists them" in caplog.text
+    assert f"1 of 3 shards cannot be used and are omitted; {target}/unreadable_shards.jsonl lists them" in caplog.text
 
 
 NOT_TARS = {
