@@ -379,7 +379,9 @@ class TextConfig(TowerConfig):
         if self.pretrained:
             for name in REPLACED_BY_TEXT_ENCODER:
                 if is_given(self, name):
-                    raise ValueError(f"{name} has no effect with pretrained, whose encoder has its own {name}; omit it")
+                    raise ValueError(
+                        f"{name} has no effect with model.text.pretrained, whose encoder sets it; omit {name}"
+                    )
         return self
 
 

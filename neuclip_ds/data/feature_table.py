@@ -115,7 +115,9 @@ class FeatureTable:
         self._is_local = is_local(self.folder)
         self._cache = cache
         if not self._is_local and cache is None:
-            raise UserError(f"The features in {self.folder} are remote and need a cache; set data.cache_dir.")
+            raise UserError(
+                f"The features in {self.folder} are remote: pass a cache to read them, or copy them to this machine."
+            )
         self._check_data()
         self._check_captions(captions)
         self._check_parts()

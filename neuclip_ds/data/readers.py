@@ -71,7 +71,7 @@ class TarReader:
         if cache is None:
             remote = next((shard.path for shard in manifest.shards if not is_local(shard.path)), None)
             if remote is not None:
-                raise UserError(f"Shard {remote} is remote and needs a cache; set data.cache_dir.")
+                raise UserError(f"Shard {remote} is remote: pass a cache to read it, or copy it to this machine.")
         self._manifest = manifest
         self._texts = tuple(texts)
         self._cache = cache

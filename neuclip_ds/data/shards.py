@@ -45,7 +45,7 @@ def resolve_shards(source: str) -> list[str]:
 def _resolve(source: str) -> list[str]:
     if not source.strip():
         raise UserError(
-            "The data source is empty; pass a folder of shards, a glob, a brace pattern or a manifest folder."
+            "A data source is an empty string; pass a tar, a folder of shards, a glob, a brace pattern or a URL."
         )
     if _BETWEEN in source:
         paths: list[str] = []

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from neuclip_ds.config import Config, DataConfig
-from neuclip_ds.data.interleave import FULL, WINDOW, Interleave, choose_interleave
+from neuclip_ds.data.interleave import FULL, Interleave, choose_interleave
 from neuclip_ds.data.manifest import Manifest, join
 from neuclip_ds.data.mixture import BatchOrder, MixtureOrder
 from neuclip_ds.data.order import GlobalOrder
@@ -188,8 +188,9 @@ def open_order(
         orders = training_set.orders(data.batch_size, seed, interleave)
         return sum(order.resident_bytes(cached_bytes.tolist(), nodes) for order in orders)
 
+    shards = int(np.count_nonzero(manifest.sizes))
     interleave = saved or choose_interleave(
-        int(np.count_nonzero(manifest.sizes)),
+        shards,
         data.batch_size,
         nodes=nodes,
         cache_bytes=cache_bytes,
@@ -209,13 +210,16 @@ def open_order(
             if saved is None:
                 raise UserError(f"{problem}, or lower data.shuffle_block_size.")
             log.warning("%s", problem)
-        window = interleave.streams * interleave.block
-        if saved is None and window < min(WINDOW, int(manifest.sizes.sum())):
-            log.warning(
-                "data.cache_gb=%g limits the shuffle buffer to %s samples: raise data.cache_gb to mix batches better",
-                data.cache_gb,
-                f"{window:,}",
-            )
+        if saved is None and data.shuffle_block_size is None:
+            without_cache = choose_interleave(shards, data.batch_size, nodes=nodes, streams=data.shard_streams)
+            window = interleave.streams * interleave.block
+            if window < min(without_cache.streams * without_cache.block, int(manifest.sizes.sum())):
+                log.warning(
+                    "The cache limits the shuffle buffer to %s samples: raise data.cache_gb (now %g) to shuffle more "
+                    "samples together",
+                    f"{window:,}",
+                    data.cache_gb,
+                )
 
     if training_set.sources:
         return training_set.mixture(data.batch_size, seed, interleave)

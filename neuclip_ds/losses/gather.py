@@ -271,7 +271,7 @@ class GatheredFeatures:
         return self.image.shape[1] > self.width
 
     def minus_reference(self) -> GatheredFeatures:
-        """Return the same rows with features whose similarities are s_ij - r_ij, if there is a reference model.
+        """Return the rows with features whose similarities are s_ij - r_ij, or this batch without a reference model.
 
         The features are the result of `stored_features.minus_reference`, of width d + D.
         """

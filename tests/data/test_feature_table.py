@@ -221,7 +221,7 @@ def test_rows_of_a_remote_folder_equal_those_of_a_local_one(tmp_path: Path, mani
     store = fsspec.filesystem("memory")
     for path in features.iterdir():
         store.pipe_file(f"/features/{path.name}", path.read_bytes())
-    with pytest.raises(UserError, match=r"are remote and need a cache"):
+    with pytest.raises(UserError, match=r"are remote: pass a cache"):
         open_table("memory://features", manifest)
     remote = open_table("memory://features/", manifest, ShardCache(tmp_path, 10**6, backoff=0.01))
     index = torch.tensor([15, 0, 5, 11, 4])

@@ -63,7 +63,13 @@ def test_a_cache_that_is_too_small_is_refused_at_first_and_reported_later(caplog
     assert open_order(config_of("--data.cache_gb=0.1"), set_of(REMOTE), saved=saved).interleave == saved
     assert "fetched repeatedly: set data.cache_gb=0.3 or more" in caplog.text
     assert math.prod(open_order(config_of("--data.cache_gb=0.1"), set_of(REMOTE)).interleave) < 6000
-    assert "data.cache_gb=0.1 limits the shuffle buffer to " in caplog.text
+    assert "The cache limits the shuffle buffer to " in caplog.text
+    assert "raise data.cache_gb (now 0.1)" in caplog.text
+
+
+def test_the_cache_is_not_blamed_for_a_shuffle_buffer_that_an_option_sets(caplog):
+    open_order(config_of("--data.cache_gb=10", "--data.shuffle_block_size=10"), set_of(REMOTE))
+    assert "shuffle buffer" not in caplog.text
 
 
 @pytest.mark.parametrize(("manifest", "needed"), [("local", "0.06 GB"), ("remote", "0.33 GB")])

@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 
 class OracleLoss(nn.Module):
-    """1/2 mean_i exp(log g_i - sg(alpha_i)) in both directions, whose gradient weighs negatives by 1/exp(alpha_i).
+    """1/2 mean_i exp(log g_i - sg(alpha_i)) in both directions; its gradient weights negatives by 1/exp(alpha_i).
 
-    g_i is the batch's mean over negatives of exp((s_ij - s_ii)/tau), and G_i is the mean over the negatives in all n
-    pairs, with features that are at most `every` steps old. alpha_i = log(eps + (g_i + kappa G_i)/(1 + kappa)), or
-    log(eps + G_i) if kappa is None; eps = 1/(n-1). `bound` limits the ratio exp(log g_i - alpha_i).
+    sg stops the gradient. g_i is the batch's mean over negatives of exp((s_ij - s_ii)/tau), and G_i is the mean over
+    the negatives in all n pairs, with features that are at most `every` steps old. alpha_i is
+    log(eps + (g_i + kappa G_i)/(1 + kappa)), or log(eps + G_i) if kappa is None; eps = 1/(n-1). `bound` limits the
+    ratio exp(log g_i - alpha_i).
     """
 
     def __init__(
