@@ -95,7 +95,7 @@ class WorkerPool:
                 if not workers[number % count].unfinished:
                     return
                 loaders = counted(count, "loader process", "loader processes")
-                waited_for = f"{describe(number + 1)} from {loaders} (shards in {folder})"
+                waited_for = f"{describe(number + 1)} from {loaders} (data in {folder})"
                 result = self._next_result(workers, number % count, waited_for)
                 for next_number, job in itertools.islice(numbered_jobs, 1):
                     workers[next_number % count].submit(job)
@@ -190,7 +190,7 @@ class _Worker:
             code = self._process.exitcode
             if code is None:
                 if fix := fix_of_limit(connection_error):
-                    problem = f"The result of {waited_for} cannot be received ({connection_error})"
+                    problem = f"The main process cannot receive {waited_for} ({connection_error})"
                     raise UserError(f"{problem}; {fix}.") from connection_error
                 raise connection_error
             cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
@@ -199,7 +199,7 @@ class _Worker:
                 advice = "; if memory ran out, lower data.workers (or --workers)"
             elif code == -signal.SIGBUS:
                 advice = f"; {fix_of_shared_memory()}"
-            raise _WorkerFailure(f"A loader process died while the run waited for {waited_for}: {cause}{advice}")
+            raise _WorkerFailure(f"A loader process died while the main process waited for {waited_for}: {cause}{advice}")
         if isinstance(result, _WorkerFailure):
             raise result  # the job stays unfinished, for the next worker
         self.unfinished.popleft()
@@ -229,7 +229,8 @@ class _Worker:
                 continue
             if arrived_bytes == bytes_before:
                 raise _WorkerFailure(
-                    f"Timed out after {timeout:g} s waiting for {waited_for}: check the storage or raise data.timeout"
+                    f"Timed out after {timeout:g} s waiting for {waited_for}: check the storage or, in a run, raise "
+                    "data.timeout"
                 )
             waiting_since = time.monotonic()
 
