@@ -191,9 +191,8 @@ def write_manifest(
                 "Fix these shards, omit them from the sources, or pass --skip-unreadable to build the manifest without "
                 "them; then run the command again, which does not repeat the scans of the other shards."
             )
-        raise UserError(
-            f"{len(failures)} of {len(paths)} shards cannot be used. The first: {next(iter(failures.values()))} {advice}"
-        )
+        first = next(iter(failures.values()))
+        raise UserError(f"{len(failures)} of {len(paths)} shards cannot be used. The first: {first} {advice}")
     for scan in scans:
         log_loss(scan)
     check_usable(scans, paths)

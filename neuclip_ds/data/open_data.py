@@ -68,8 +68,8 @@ def _missing_shards(manifest: Manifest) -> str | None:
     if not missing:
         return None
     return (
-        f"This node lacks {len(missing)} of {counted(len(paths), 'local shard')}, such as {missing[0]}. Local shards must "
-        "exist under the same path on every node."
+        f"This node lacks {len(missing)} of {counted(len(paths), 'local shard')}, such as {missing[0]}. Local shards "
+        "must exist under the same path on every node."
     )
 
 

@@ -200,11 +200,12 @@ class TarReader:
             cause = "the shard has changed. Build the manifest again, with or without this shard"
             if listed.layout is None:  # the samples were counted from a side file
                 cause = (
-                    "the shard has changed, or img2dataset's side file contains a wrong count. Build the manifest again, "
-                    "without --from-side-files or without this shard"
+                    "the shard has changed, or img2dataset's side file contains a wrong count. Build the manifest "
+                    "again, without --from-side-files or without this shard"
                 )
             raise UserError(
-                f"Shard {listed.path} contains {counted(table.n, 'sample')}, but the manifest lists {listed.n}: {cause}."
+                f"Shard {listed.path} contains {counted(table.n, 'sample')}, but the manifest lists {listed.n}: "
+                f"{cause}."
             )
         return table
 

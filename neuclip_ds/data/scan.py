@@ -187,8 +187,8 @@ def _causes_of(index: ShardIndex, blank_bytes: int) -> list[str]:
     if index.split:
         causes.append(
             f"{counted(index.split, 'sample has', 'samples have')} the key of an earlier sample. If the members of a "
-            "sample are not adjacent, write the tar again, sorted by name (tar --sort=name); otherwise, give each sample "
-            "its own key"
+            "sample are not adjacent, write the tar again, sorted by name (tar --sort=name); otherwise, give each "
+            "sample its own key"
         )
     if index.repeated:
         causes.append(
@@ -263,8 +263,8 @@ def check_usable(scans: Sequence[Scan], paths: Sequence[str]) -> None:
         )
     if not any(scan.n_captions for scan in scans):
         raise UserError(
-            f"No captions in {source} (extensions found: {extensions}); set data.captions (or --captions) to the members "
-            "that contain captions, such as txt or json:caption, or add such members."
+            f"No captions in {source} (extensions found: {extensions}); set data.captions (or --captions) to the "
+            "members that contain captions, such as txt or json:caption, or add such members."
         )
     if not any(scan.shard.n > scan.shard.n_bad for scan in scans):
         causes = [cause for scan in scans for cause in scan.causes]

@@ -199,7 +199,9 @@ class _Worker:
                 advice = "; if memory ran out, lower data.workers (or --workers)"
             elif code == -signal.SIGBUS:
                 advice = f"; {fix_of_shared_memory()}"
-            raise _WorkerFailure(f"A loader process died while the main process waited for {waited_for}: {cause}{advice}")
+            raise _WorkerFailure(
+                f"A loader process died while the main process waited for {waited_for}: {cause}{advice}"
+            )
         if isinstance(result, _WorkerFailure):
             raise result  # the job stays unfinished, for the next worker
         self.unfinished.popleft()

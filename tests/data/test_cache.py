@@ -105,7 +105,7 @@ def test_a_shard_that_has_changed_is_fetched_again(http, tmp_path):
 
 
 def test_sizes_beyond_the_cache_or_the_disk_are_refused(http, tmp_path):
-    with pytest.raises(UserError, match=r"00001.tar takes .* GB and does not fit .* raise data.cache_gb .or --cache-gb."):
+    with pytest.raises(UserError, match=r"00001.tar takes .* GB .* not fit .* raise data.cache_gb .or --cache-gb."):
         cache_in(tmp_path, 0.5).path(url(http, 1), SIZE)
     with pytest.raises(UserError, match=r"^data.cache_gb=1e\+09 is more than the disk of .* holds"):
         ShardCache(tmp_path / "cache", 10**18)

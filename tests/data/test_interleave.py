@@ -123,9 +123,9 @@ def test_a_cache_without_room_for_any_window_is_refused_with_the_size_that_suffi
         choose(sizes, 64, cache=0.09e9)
     enough = float(str(error.value).partition("cache_gb=")[2].split()[0])
     assert enough < 0.3 and math.prod(choose(sizes, 64, cache=enough * 1e9)) < 1e5
-    for option, given in (("shuffle_block_size", {"block": 1000}), ("shard_streams", {"streams": 64})):
+    for option, options in (("shuffle_block_size", {"block": 1000}), ("shard_streams", {"streams": 64})):
         with pytest.raises(UserError, match=f"or more, or lower data.{option}"):
-            choose(sizes, 64, cache=0.01e9, **given)
+            choose(sizes, 64, cache=0.01e9, **options)
 
 
 def test_a_size_in_gigabytes_has_no_exponent():
