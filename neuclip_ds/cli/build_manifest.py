@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--from-side-files",
         action="store_true",
-        help="read only the counts in img2dataset's JSON files next to the shards, not the shards",
+        help="read only the counts in img2dataset's files next to the shards, not the shards",
     )
     parser.add_argument(
         "--skip-unreadable",

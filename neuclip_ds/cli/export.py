@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to write to; must be absent or empty")
     parser.add_argument("--best", action="store_true", help="export the run's best checkpoint (run.best_metric)")
     parser.add_argument("--ema", action="store_true", help="export the moving average of the weights (ema.decay)")
-    blend_help = "weight of the run's final weights in the export: 0 exports the initial weights, 1 the final weights"
+    blend_help = "weight of the run's final weights; 0 exports the initial weights, and 1 exports the final weights"
     parser.add_argument("--blend", type=fraction, metavar="FRACTION", default=1.0, help=blend_help)
     parser.add_argument("--license", help="license for the model card, as the hub names it, such as apache-2.0")
     options = parser.parse(arguments)

@@ -9,9 +9,9 @@ Each cell of the image column is a path (relative to the folder of the table's f
 itself, possibly in base64. In a folder of images without a table, the caption of dog.jpg is the text in dog.txt.
 
 Rows with the same image become one sample with several captions, one per line. Rows that cannot be used are counted and
-listed in broken.jsonl. If more than 1% of the rows are lost because their storage failed, the exit code is 2, and
-retry.jsonl is a table of these rows, which you can pack to another folder. Train on the output folder, or build a
-manifest of it first (neuclip-ds build-manifest).
+listed in broken.jsonl. Those whose storage failed are also written to retry.jsonl, a table that you can pack to another
+folder later; if they are more than 1% of the rows, the exit code is 2. Train on the output folder, or build a manifest
+of it first (neuclip-ds build-manifest).
 """
 
 import math
@@ -31,7 +31,10 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("out", type=Path, help="folder for the shards; must be absent or empty")
     parser.add_argument("--image", help="column of images (default: image, filepath, path or a similar name)")
-    captions = "columns of captions, each with the member to write it to (txt if omitted); default: caption or text"
+    captions = (
+        "columns of captions, each with the member to write it to (txt if omitted); default: caption, text or a "
+        "similar name"
+    )
     parser.add_argument("--captions", nargs="+", default=[], metavar="[MEMBER=]COLUMN", help=captions)
     parser.add_argument("--shard-size", type=int, default=10_000, help="samples per shard")
     quotes = (
@@ -59,7 +62,8 @@ def main(arguments: Sequence[str]) -> None:
         print(f"{unused} could not be used ({causes}); {options.out}/broken.jsonl has the details.")
     if packed.several:
         several = counted(packed.several, "sample has", "samples have")
-        print(f"{several} several captions: train with --data.captions=txt:lines.")
+        sources = ",".join(f"{member}:lines" for member in columns.captions)
+        print(f"{several} several captions: train with --data.captions={sources}.")
     if packed.lost > _MAX_LOST * packed.rows:
         raise UserError(
             f"The storage failed for the images of {packed.lost:,} of {packed.rows:,} rows; the others are packed. "

@@ -251,7 +251,8 @@ def encode_collection(
         reasons = "; ".join(f"{count} x {reason}" for reason, count in unusable.most_common(3))
         log.warning("omitted %d of %d images: %s", unusable.total(), total, reasons)
     if not index:
-        raise UserError(f"None of the {total} images can be used: {next(iter(unusable), 'the dataset is empty')}.")
+        reason = next(iter(unusable), "the dataset is empty")
+        raise UserError(f"None of the {total} images can be used: {reason}; check --images.")
     return CollectionFeatures(images=_features(index, images), captions=_features(caption_index, captions))
 
 
@@ -283,7 +284,7 @@ def read_features(stored: Stored, model: str, manifest: Manifest) -> CollectionF
     if embedding["model"] != model:
         raise UserError(
             f"The features in {folder} are of {embedding['model']}, not of {model}: pass the folders in "
-            "--features in the order of the models, or embed the data with this model."
+            f"--features in the order of the models, or embed the data with {model}."
         )
     if embedding["output"] != "joint":
         raise UserError(f"The features in {folder} are not in a joint space: embed the data without --output=trunk.")

@@ -101,7 +101,7 @@ def select(
             choices += ", or check that the files in --within list uids of these samples"
         raise UserError(
             f"None of the {counted(samples, 'sample')} is kept ({counted(without_value, 'has', 'have')} no value in "
-            f"the column): {choices}."
+            f"{column}): {choices}."
         )
     refined_uids = refine(uids)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -416,6 +416,17 @@ def test_rows_are_not_waited_for_while_their_host_fails(tmp_path: Path) -> None:
         assert rows <= server.refused < 1.5 * rows, "one attempt for each row but the first ones"
 
 
+def test_the_command_names_all_members_that_contain_captions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "0.jpg").write_bytes(jpeg(0))
+    (tmp_path / "pairs.csv").write_text("image,a,b\n0.jpg,a dog,a cat\n0.jpg,a dog,a bird\n")
+    captions = ["--captions", "txt=a", "syn.txt=b"]
+    main(["pack", str(tmp_path / "pairs.csv"), str(tmp_path / "out"), *captions])
+    expected = "1 sample has several captions: train with --data.captions=txt:lines,syn.txt:lines."
+    assert expected in capsys.readouterr().out
+
+
 def test_the_command_fails_if_the_storage_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
