@@ -65,11 +65,13 @@ class WorkerPool:
         self._options = options
         self._workers: list[_Worker] = []
 
-    def run(self, jobs: Iterable[Any], describe: Callable[[int], str], folder: Path) -> Generator[Any, None, None]:
+    def run(
+        self, jobs: Iterable[Any], describe: Callable[[int], str], folder: str | Path = ""
+    ) -> Generator[Any, None, None]:
         """Yield the results of jobs in order; a worker that fails is replaced, and its unfinished jobs are repeated.
 
-        Jobs must be picklable; at most `prefetch` jobs per worker are read ahead. Error messages contain `folder` (the
-        folder of the shards) and `describe(n)` (a name for the result of the n-th job, from 1). If the caller stops
+        Jobs must be picklable; at most `prefetch` jobs per worker are read ahead. Error messages contain `describe(n)`
+        (a name for the result of the n-th job, from 1) and, if given, the `folder` of the data. If the caller stops
         early, the next call starts new workers. Raises UserError if a job raises it, if a worker fails repeatedly, or
         if a limit of this machine is too low for workers. Any other exception in a worker is raised as a RuntimeError
         that contains the traceback.
@@ -95,7 +97,7 @@ class WorkerPool:
                 if not workers[number % count].unfinished:
                     return
                 loaders = counted(count, "loader process", "loader processes")
-                waited_for = f"{describe(number + 1)} from {loaders} (data in {folder})"
+                waited_for = f"{describe(number + 1)} from {loaders}{f' (data in {folder})' if folder else ''}"
                 result = self._next_result(workers, number % count, waited_for)
                 for next_number, job in itertools.islice(numbered_jobs, 1):
                     workers[next_number % count].submit(job)

@@ -241,7 +241,8 @@ def embed(
     bad = 0
     unreadable: list[str] = []
     with closing(WorkerPool(reader, options)) as pool:
-        blocks = pool.run(blocks_to_read(), "batch {} of the shards".format, Path(manifest.shards[0].path).parent)
+        folder = manifest.shards[0].path.rpartition("/")[0]
+        blocks = pool.run(blocks_to_read(), "batch {} of the shards".format, folder)
         for encoded in _encode_shards(blocks, encoders, manifest, batch_size):
             path = manifest.shards[encoded.shard].path
             reasons = [block.unreadable for block in encoded.blocks if block.unreadable is not None]

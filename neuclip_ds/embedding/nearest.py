@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -145,13 +144,17 @@ def check_features(model: SearchableModel, collection: Collection, folder: str) 
     with explained(f"Image {name} cannot be read", "check the storage"):
         feature = model.encode_image(collection.read(number).image).cpu()
     stored = torch.from_numpy(images.values[0]).float()
-    similarity = float(feature @ stored) if feature.shape == stored.shape else 0
-    if similarity < _REPRODUCED:
-        raise UserError(
-            f"The features in {folder} are not those of {model.name}: the stored and the computed feature of "
-            f"image {name} have a cosine similarity of {similarity:.3f}. The model or the data has changed since "
-            "the features were written: run `neuclip-ds embed` again, with another --out."
-        )
+    problem = "different widths"
+    if feature.shape == stored.shape:
+        similarity = float(feature @ stored)
+        if similarity >= _REPRODUCED:
+            return
+        problem = f"a cosine similarity of {similarity:.3f}"
+    raise UserError(
+        f"The features in {folder} are not those of {model.name}: the stored and the computed feature of image {name} "
+        f"have {problem}. The model or the data has changed since the features were written: run `neuclip-ds embed` "
+        "again, with another --out."
+    )
 
 
 def transform_of(encoders: FeatureEncoders) -> EvalTransform:
@@ -237,7 +240,7 @@ def encode_collection(
             yield range(start, min(start + batch_size, total))
 
     with closing(WorkerPool(_RangeReader(collection, transform_of(encoders)), options)) as pool:
-        for number, batch in enumerate(pool.run(ranges(), "batch {} of the images".format, Path())):
+        for number, batch in enumerate(pool.run(ranges(), "batch {} of the images".format)):
             if batch.index:
                 images.append(encoders.image(batch.pixels).cpu())
             if batch.captions:
