@@ -57,10 +57,12 @@ class RunConfig(Section):
     """Number of newest checkpoints to keep on disk, in addition to the one with the best `best_metric`."""
     max_skipped_steps: int = Field(10, ge=1)
     """Number of consecutive skipped steps (with a non-finite loss or gradient) after which the run returns to its
-    newest checkpoint. The run ends if this happens again before training has passed these steps."""
+    newest checkpoint. The run ends if it has no checkpoint, or if this happens again before training has passed these
+    steps."""
     remote: str | None = Field(None, min_length=1)
     """Folder in a remote store, such as s3://bucket/runs. Checkpoints, metrics and logs are copied to its subfolder
-    NAME while training continues. A run resumes from this copy if its local checkpoints are older or absent."""
+    NAME while training continues. A run resumes from this copy if its local checkpoints are older, damaged or
+    absent."""
     log_every: int = Field(10, ge=1)
     """Steps between lines of metrics.jsonl, and between points in TensorBoard and Weights & Biases."""
     evaluate_every: int = Field(0, ge=0)
@@ -76,7 +78,7 @@ class RunConfig(Section):
     """Number of training samples on which each evaluation measures the error of the estimated normalizers; 0 skips
     this measurement."""
     plugins: list[str] = Field([])
-    """Modules that register losses, imported before the config is read: names of modules, or paths of .py files.
+    """Modules that register losses, imported before the options are checked: names of modules, or paths of .py files.
     `--plugin` adds one (docs/how-to/custom_loss.md)."""
     profile_steps: int = Field(0, ge=0)
     """Number of steps to profile, after the first ten. The time and traffic of each phase of a step are written to
@@ -135,11 +137,13 @@ class DataConfig(Section):
     weighted sources: [{path: /data/dfn, weight: 3}, {path: /data/cc12m, weight: 1}]."""
     val: Annotated[Annotated[int, Field(ge=0)] | str, Field(union_mode="left_to_right")] = "auto"
     """Held-out pairs for retrieval, in any form that `train` accepts, or the number of pairs to hold out of `train`.
-    `auto` uses the `val` folder next to `train` if it exists; otherwise, it holds out 0.1% of the pairs, but at least
-    200 and at most 10,000, or none if `train` has fewer than 2,000 pairs. An empty value disables validation."""
+    `auto` uses the `val` folder next to `train` (next to the first of several sources) if it exists; otherwise, it
+    holds out 0.1% of the pairs, but at least 200 and at most 10,000, or none if `train` has fewer than 2,000 pairs. An
+    empty value disables validation."""
     zero_shot: str = "auto"
     """Zero-shot set: a folder with one subfolder of images per class, or a folder in CLIP_benchmark's layout. `auto`
-    uses the `zero_shot` folder next to `train` if it exists; an empty value disables zero-shot evaluation."""
+    uses the `zero_shot` folder next to `train` (next to the first of several sources) if it exists; an empty value
+    disables zero-shot evaluation."""
     evaluation_sets: Path | None = None
     """Folder of evaluation sets to score, DataComp's or your own (docs/how-to/evaluate.md). By default, none."""
     evaluation_tasks: list[str] = Field([])
@@ -155,8 +159,8 @@ class DataConfig(Section):
     """Batches that each worker loads ahead. A batch with more than 134 MB of pixels per rank is split into parts, each
     of which counts as a batch here."""
     timeout: float = Field(300, gt=0)
-    """Seconds to wait for a batch, or for the next remote shard, before a loader process is replaced. A remote read may
-    stall for up to a tenth of this time."""
+    """Seconds without a batch, and without new data of remote shards, after which a loader process is replaced. A
+    remote read may stall for up to a tenth of this time."""
     captions: Annotated[list[str] | dict[str, Annotated[float, Field(gt=0)]], NoDecode] = Field(["txt"])
     """Sources of captions: txt or a different member of the sample, such as syn.txt; txt:lines (one caption per line);
     json:KEY (a string or a list). Each visit to a sample draws one caption; {"txt": 0.7, "syn.txt": 0.3} draws the
@@ -165,8 +169,8 @@ class DataConfig(Section):
     """Library that decodes JPEGs: simplejpeg is faster; pil produces open_clip's pixels. For random crops, both first
     scale large JPEGs down to 1/2, 1/4 or 1/8, which open_clip does not do."""
     image_features: str | None = Field(None, min_length=1)
-    """Folder that `neuclip-ds embed` wrote for the training data, with the image tower's pooled outputs before the
-    projection. Training reads them instead of decoding images and running the tower's frozen trunk
+    """Folder that `neuclip-ds embed --output=trunk` wrote for the training data, with the image tower's pooled outputs
+    before the projection. Training reads them instead of decoding images and running the tower's frozen trunk
     (docs/how-to/stored_features.md)."""
     text_features: str | None = Field(None, min_length=1)
     """Folder with the text tower's pooled outputs before the projection, in the form of `image_features`. Training then
@@ -195,7 +199,8 @@ class DataConfig(Section):
     and the last batch may have empty rows. The batches of a mixture of sources are always full."""
     max_bad_fraction: float = Field(0.01, ge=0, le=1)
     """Largest accepted fraction of bad samples among all samples read; above it, the run stops. The run also stops if
-    more than 10 times this fraction of the samples of one rank's last 1,000 steps are bad."""
+    more than 10 times this fraction of the samples of one rank's last 1,000 steps are bad. Fewer than 1,000 samples
+    count as 1,000 in both fractions."""
 
     @field_validator("train", "captions", mode="before")
     @classmethod
@@ -359,8 +364,8 @@ class TextConfig(TowerConfig):
     """Number of attention heads in each block; must divide `width`."""
     packed: bool | Literal["auto"] = "auto"
     """Run the text tower only on the tokens of captions, without padding, which changes features only by rounding.
-    `true` needs a causal tower that is pooled at EOS, such as CLIP's; `auto` packs such captions on CPUs, unless
-    model.compile is `blocks` or `towers`. On GPUs, packing has been tested only with a simulated GPU so far."""
+    `true` needs a causal tower that is pooled at EOS, such as CLIP's; `auto` packs the captions of such towers on CPUs,
+    unless model.compile is `blocks` or `towers`. On GPUs, packing has been tested only with a simulated GPU so far."""
 
     def resolved_context_length(self) -> int:
         """Return the context length of a tower that is built from the config, by default 77."""
@@ -482,8 +487,8 @@ class OptimizerConfig(Section):
     cooldown_steps: int | None = Field(None, ge=1)
     """Steps over which `cooldown` and `wsd` decay to min_lr. By default, a fifth of the run."""
     weight_decay: float = Field(0.2, ge=0)
-    """Weight decay of matrices, not of gains or biases. sgd adds it to the gradient; for the other optimizers, it is
-    decoupled."""
+    """Weight decay of parameters with two or more dimensions, but not of gains and biases. sgd adds it to the gradient;
+    for the other optimizers, it is decoupled."""
     betas: tuple[Decay, Decay] = (0.9, 0.98)
     """Betas for AdamW, LAMB and Lion, and for the temperature's optimizer."""
     eps: float = Field(1e-6, gt=0)
@@ -502,8 +507,8 @@ class OptimizerConfig(Section):
     learning rate."""
     lean_zero1: bool = False
     """Replace DeepSpeed's ZeRO 1 step in bf16 with one that gives the same result, but halves the kernel launches of a
-    step, sends half as many bytes, and starts sending them during the backward pass. Only for configs such as
-    zero1_bf16; not yet tested on GPUs."""
+    step, sends half as many bytes, and starts sending them during the backward pass. Only for DeepSpeed configs with
+    ZeRO 1 and bf16, such as zero1_bf16; not yet tested on GPUs."""
 
     @model_validator(mode="after")
     def _rates_have_a_base(self) -> OptimizerConfig:
@@ -530,7 +535,8 @@ class RecoveryConfig(Section):
     """Recovered state that training uses: the optimizer's moments and step count (`moments`), and each sample's u if
     the method keeps u (`statistics`)."""
     reuse: Path | None = None
-    """Folder of a run whose recovery is reused; that run must have had the same initial weights and data."""
+    """Folder of a run whose recovery is reused, or one of its checkpoints; that run must have had the same initial
+    weights and data."""
 
     @model_validator(mode="after")
     def _gamma_has_a_start(self) -> RecoveryConfig:

@@ -1,7 +1,7 @@
 """Write the tables of README.md, CONTRIBUTING.md and docs/ from the recorded numbers.
 
-The records are tools/measurements/*.csv and tools/study/*.jsonl. A page names a table between two comments; the program
-replaces the lines between them:
+The records are tools/measurements/*.csv, tools/study/*.jsonl and docs/reference/published_scores.yaml. A page names a
+table between two comments; the program replaces the lines between them:
 
     <!-- table: NAME -->
     <!-- end of table -->
@@ -23,11 +23,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import performance_tables
+import published_tables
 from data_files import MEASUREMENTS, OLDER_CODE, ROOT, Origin, has_history, read_data
 from study import page_tables
 
-VALUES = performance_tables.VALUES
-TABLES = {**performance_tables.TABLES, **page_tables.TABLES}
+VALUES = {**performance_tables.VALUES, **page_tables.VALUES}
+TABLES = {**performance_tables.TABLES, **published_tables.TABLES, **page_tables.TABLES}
 _VALUE = re.compile(r"(<!-- value: (\w+) -->).*?(<!-- end of value -->)", re.DOTALL)
 _MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 

@@ -4,15 +4,14 @@
 
     meta.json                       step, records of the data and the hooks (`data`), fingerprint of the run (`facts`),
                                     and the checksums of all other files (checkpoint/integrity.py)
-    state/                          float32 weights, optimizer state and state of the loss; one file per rank
-                                    (checkpoint/sharded_state.py)
+    state/                          weights (in float32 if trained), optimizer state and state of the loss; one file per
+                                    rank and an index (checkpoint/sharded_state.py)
     config.yaml, tokenizer/, model/ config, tokenizer and description of the model
 
 A checkpoint is written under `.partial-...`, synced to disk and read back; rank 0 renames it when all ranks are done.
 Checkpoints do not depend on the number of ranks, the ZeRO stage or the precision, so a resumed run may change any
 of them. States of random number generators are not saved: the data order and augmentation depend only on (seed, step),
-and dropout only on (seed, step, rank, micro-batch). Loading a checkpoint never runs code: all files are text or
-safetensors.
+and dropout only on (seed, step, rank, micro-batch). Loading a checkpoint never runs code from it: no file is a pickle.
 
 `checkpoints/best.json` records the step with the best evaluation (`run.best_metric`).
 """
@@ -214,7 +213,10 @@ class Checkpoints:
         return target
 
     def best(self) -> Best | None:
-        """Return, on all ranks, the best evaluation so far, or None if it or its checkpoint does not exist."""
+        """Return, on all ranks, the best evaluation so far.
+
+        Returns None if no best evaluation has been recorded, its record is damaged, or its checkpoint does not exist.
+        """
         best = self._communicator.on_rank_zero(self._find_best)
         return None if best is None else Best(*best)  # JSON makes it a list
 
@@ -232,7 +234,8 @@ class Checkpoints:
     def read(self, path: Path, fingerprint: Fingerprint) -> tuple[int, Mapping[str, Any]]:
         """Return a checkpoint's number of completed steps, and the `data` that `save` stored.
 
-        Raises `UserError` if the checkpoint was written by a run whose fingerprint differs from `fingerprint`.
+        Raises `UserError` if the checkpoint was written by a run whose fingerprint differs from `fingerprint`, or if
+        meta.json is damaged.
         """
         meta = self._communicator.on_rank_zero(lambda: read_meta(path))
         for key, value in fingerprint.items():

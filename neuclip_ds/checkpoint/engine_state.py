@@ -73,7 +73,8 @@ def load_engine(folder: Path, engine: Engine, communicator: Communicator) -> Sta
 def load_moments(folder: Path, engine: Engine, communicator: Communicator) -> None:
     """Load only the optimizer state into a new engine; a collective call.
 
-    Raises `UserError` when `load_engine` does, and also if the weights in the files differ from the engine's.
+    The caller must verify the files before the call. Raises `UserError` on all ranks if any rank finds that files are
+    missing, were written for a different model, or contain weights that differ from the engine's.
     """
 
     def read() -> None:

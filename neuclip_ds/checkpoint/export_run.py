@@ -35,7 +35,8 @@ def export_run(
         path: a run's folder (its newest checkpoint is exported), or a checkpoint in it.
         library: library whose file format to write: transformers, open_clip or sentence_transformers.
         folder: output folder, which must be absent or empty.
-        best: whether to export the best checkpoint (by `run.best_metric`) instead of the newest.
+        best: whether to export the best checkpoint (by `run.best_metric`) instead of the newest; `path` must then be a
+            run's folder.
         average: whether to export the moving average of the weights (`ema.decay`).
         license: identifier for the model card, such as apache-2.0; `unknown` by default.
         fraction: position of the exported weights between the run's start (0) and its result (1).
@@ -44,8 +45,8 @@ def export_run(
         The exported checkpoint.
 
     Raises:
-        UserError: `folder` is not empty, the checkpoint does not exist or is damaged, the format does not support the
-            model, or the run's start cannot be blended with the checkpoint.
+        UserError: `folder` is not empty, the checkpoint does not exist, is damaged or lacks the moving average, the
+            format does not support the model, or the run's start cannot be blended with the checkpoint.
     """
     check_unused(folder)  # before the checkpoint is read
     checkpoint = find_best_checkpoint(path) if best else find_checkpoint(path)
@@ -70,8 +71,8 @@ def export_soup(
 ) -> list[Path]:
     """Export the mean of the weights of several runs, which were fine-tuned from the same checkpoint.
 
-    The arguments are as in `export_run`. Returns the checkpoints. Raises `UserError` as `export_run` does, and if the
-    runs have different starts, architectures or tokenizers.
+    The arguments are as in `export_run`. Returns the checkpoints. Raises `UserError` as `export_run` does, and if a run
+    started from random weights, or the runs differ in their start, architecture, preprocessing or tokenizer.
     """
     check_unused(folder)
     checkpoints = []

@@ -71,7 +71,7 @@ def model_card(
 
 
 def _metrics_at(step: int, path: Path) -> dict[str, float]:
-    """Return all metrics of a step in a run's metrics.jsonl; none if the file does not exist."""
+    """Return all metrics of a step in a run's metrics.jsonl, or an empty dict if the file does not exist."""
     metrics: dict[str, float] = {}
     if path.is_file():
         for record in read_metrics(path):
@@ -96,9 +96,9 @@ def _eval_result(config: Config, score: str, value: float) -> EvalResult:
         dataset = load_tasks().averages[key]
         metric = "mean of the main metrics"
     elif score.startswith("zero_shot"):
-        dataset = _evaluation_set(config, config.data.zero_shot)
+        dataset = _evaluation_set(config, config.data.zero_shot, "zero-shot")
     else:
-        dataset = _evaluation_set(config, config.data.val)
+        dataset = _evaluation_set(config, config.data.val, "validation")
         task_type = "image-text-retrieval"
         metric = "recall"
     return EvalResult(
@@ -111,11 +111,12 @@ def _eval_result(config: Config, score: str, value: float) -> EvalResult:
     )
 
 
-def _evaluation_set(config: Config, source: str | int) -> str:
-    """Return the name of an evaluation set; for `auto` or a number, name the training data that it was split from."""
+def _evaluation_set(config: Config, source: str | int, kind: str) -> str:
+    """Return the name of an evaluation set; for `auto` or a number of pairs, it contains the training data's name."""
     if isinstance(source, str) and source != "auto":
         return public_name(source)
-    return f"held out of {public_name(config.data.train_paths[0])}"
+    training_set = public_name(config.data.train_paths[0])
+    return f"held out of {training_set}" if isinstance(source, int) else f"{kind} set of {training_set}"
 
 
 def public_name(value: str) -> str:

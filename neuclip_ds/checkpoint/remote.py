@@ -21,7 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from neuclip_ds.data.children import end_with_parent
 
-_ROOT = Path(__file__).parents[2]  # folder that contains the package, which may be a checkout that is not installed
+_ROOT = Path(__file__).parents[2]  # contains the package; Python does not search it if the package is not installed
 # repeated here because the modules that define them import torch
 _META = "meta.json"
 _BEST = "checkpoints/best.json"

@@ -69,7 +69,7 @@ def open_model(name: str, communicator: Communicator, average: bool = False) -> 
     Raises `UserError` if the model does not exist, if its files are inconsistent, or if it has no moving average
     although `average` is true.
     """
-    path = Path(name)
+    path = Path(name).expanduser()
     if is_run(path):
         checkpoint = Path(communicator.on_rank_zero(lambda: str(find_checkpoint(path))))
         verify_together(checkpoint, communicator)
@@ -124,7 +124,8 @@ def find_checkpoint(path: Path) -> Path:
 def find_best_checkpoint(run: Path) -> Path:
     """Return a run's checkpoint with the best `run.best_metric`.
 
-    Raises `UserError` if no best checkpoint has been recorded, or if it or its record is missing or damaged.
+    Raises `UserError` if no best checkpoint has been recorded, its record is damaged, or the checkpoint is missing. The
+    checkpoint's files are not verified.
     """
     best = read_best(run / "checkpoints")
     if best is None:
@@ -138,7 +139,7 @@ class SavedRun:
 
     config: Config
     source: ModelSource
-    initial_logits: LogitParameters  # temperature and bias at the first step
+    initial_logits: LogitParameters  # of the model that the run started from; for random weights, fixed defaults
     tokenizer: ModelTokenizer
 
 
@@ -242,7 +243,7 @@ class RunStart(ModelSource):
     LoRA adapters of that run are merged, and position embeddings are resampled to the config's sizes.
 
     Args:
-        config: model config of the new run; its `pretrained` names the earlier one.
+        config: model config of the new run; its `pretrained` names the earlier run.
         checkpoint: checkpoint of the earlier run.
 
     Raises:
@@ -304,7 +305,11 @@ def initial_source(config: ModelConfig, communicator: Communicator) -> ModelSour
 
 
 def planned_source(config: ModelConfig) -> ModelSource:
-    """Open the same source as `initial_source`, but without the weights and on one rank; raises the same errors."""
+    """Open the source of a run's initial model on one rank, to plan the run.
+
+    Weights are neither downloaded nor verified. Raises `UserError` if `model.pretrained` or a pretrained text encoder
+    cannot be used.
+    """
     checkpoint = _initial_checkpoint(config)
     if checkpoint:
         return RunStart(config, Path(checkpoint))

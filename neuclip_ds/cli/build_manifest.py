@@ -61,7 +61,10 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _workers(processes: int | None) -> AbstractContextManager[Executor | None]:
-    """Return a pool of local processes or, under `mpirun`, of the other ranks (or this rank if there are no others)."""
+    """Return a pool of local processes or, under `mpirun`, of the other ranks (or this rank if there are no others).
+
+    Under `mpirun`, the context yields the pool on one rank, and None on the other ranks once the work is done.
+    """
     if not any(name in os.environ for name in _MPI):
         return process_pool(processes or os.cpu_count() or 1)
     from mpi4py.futures import MPICommExecutor

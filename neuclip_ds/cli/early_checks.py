@@ -1,6 +1,6 @@
-"""Check paths and packages in under a second, before the ten-second import of torch and DeepSpeed.
+"""Check paths and packages in under a second, before the import of torch and DeepSpeed, which takes several seconds.
 
-All ranks run these checks, so all of them exit with the same message. Later checks find other mistakes, such as a
+Every rank runs these checks, so a mistake in the config ends all ranks. Later checks find other mistakes, such as a
 model that is not on the hub.
 """
 
@@ -20,9 +20,10 @@ _OPEN_CLIP = "open_clip:"
 
 
 def check_run(config: Config) -> None:
-    """Raise UserError if a run would read a path that does not exist or use a package that is not installed.
+    """Raise UserError if a path of a model or dataset in the config does not exist, or if a package is missing.
 
-    Also raise UserError if a limit of this machine is too low for loader processes.
+    Also raise UserError if a limit of this machine is too low for loader processes. Other paths, such as
+    `data.image_features` and `recovery.reuse`, are checked later.
     """
     run = config.run
     data = config.data
@@ -57,7 +58,10 @@ def check_run(config: Config) -> None:
 
 
 def check_model(option: str, name: str) -> None:
-    """Raise UserError if `name`, a value of `model.pretrained`, is neither an existing path nor a valid hub name."""
+    """Raise UserError if `name`, a value of `model.pretrained`, is neither an existing path nor of the form OWNER/NAME.
+
+    Names that start with `open_clip:` need the open_clip package instead, and an empty name is valid.
+    """
     if name.startswith(_OPEN_CLIP):
         require_package("open_clip", f"{option}={name}", "open_clip")
         return
@@ -82,7 +86,7 @@ def check_path(option: str, path: str) -> None:
 
 
 def _check_if_path(option: str, name: str) -> None:
-    """Raise UserError if a name that is written as a path does not exist; other names may be on the hub."""
+    """Raise UserError if a name that starts with /, ./, ../ or ~ does not exist; others may be tags or hub names."""
     if name.startswith(("/", "./", "../", "~")):
         check_path(option, name)
 

@@ -1,4 +1,4 @@
-"""Write the features of all images and captions of a dataset, for training, filtering, search and analysis.
+"""Write the features of a dataset's images and captions, for training, filtering, search and analysis.
 
 The features are written to --out, one file per shard. After an interruption, the same command writes the missing
 files, on any number of ranks. docs/how-to/prepare_data.md shows how to use the features.
@@ -159,7 +159,10 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def write_features(options: argparse.Namespace) -> Summary:
-    """Write the features on all ranks; raise UserError if the model, the data or the output folder cannot be used."""
+    """Write the features, with all ranks, and return a summary.
+
+    Raises UserError if the model, the data or the output folder cannot be used.
+    """
     from neuclip_ds.data.feature_parts import TRUNK_OUTPUTS
     from neuclip_ds.data.open_data import loader_options, open_data
     from neuclip_ds.distributed.launch import check_shared, process_group

@@ -10,10 +10,10 @@ Examples:
 A set of your own is a folder with one subfolder of images per class, a file of pairs (.csv, .tsv, .jsonl, .parquet),
 or a folder of any name in CLIP_benchmark's webdataset layout. Shards of pairs are tar files, a folder of tar files or
 a manifest, as in `data.val`. NAME=PATH gives a set a name, which by default is that of its folder or file. Tasks with a
-score in the results folder are not scored again.
+score in the results folder are scored again only if their data has changed.
 
 --blend scores averages of a fine-tuned run's initial weights (0) and final weights (1). For each average, it prints the
-recall on the run's validation pairs, or the score of another --target, and the mean score of all other tasks.
+recall on the run's validation pairs, or the score of the task in --target, and the mean score of all other tasks.
 docs/how-to/evaluate.md explains the tasks, their metrics and where to get the data.
 """
 
@@ -106,7 +106,7 @@ def _fractions(text: str) -> list[float]:
 
 
 def _named(text: str) -> tuple[str, str]:
-    """Split NAME=PATH; return an empty name for a path, which may contain an equals sign too."""
+    """Split NAME=PATH; the name is empty if the text is an existing path or does not have this form."""
     match = _NAMED.fullmatch(text)
     return ("", text) if match is None or Path(text).exists() else (match[1], match[2])
 
@@ -148,7 +148,10 @@ def _partition(paths: Sequence[str], names: Mapping[str, str]) -> tuple[list[tup
 
 
 def _results_folder(out: Path | None, name: str, checkpoint: Path | None) -> Path:
-    """Return the folder for results: --out, or by default a folder in the run that is named after the checkpoint."""
+    """Return the folder for results: --out, or by default RUN/evaluation/CHECKPOINT.
+
+    Raises UserError if the model is not a run's and --out is not set.
+    """
     if out is not None:
         return out
     if checkpoint is None:
@@ -213,7 +216,10 @@ def _open_tasks(
 
 
 def score(options: argparse.Namespace, communicator: Communicator) -> str:
-    """Score a model on all unscored tasks; return the summary on rank 0. Raise UserError if an input is unusable."""
+    """Score a model on all unscored tasks; return the summary on rank 0, and an empty string on the other ranks.
+
+    Raises UserError if an input is unusable.
+    """
     from neuclip_ds.checkpoint.saved_model import open_model
     from neuclip_ds.evaluation.results import summary_text
 
@@ -236,9 +242,9 @@ def _name_of_model(options: argparse.Namespace, communicator: Communicator) -> s
 def _score_model(
     saved: SavedModel, data: _TaskData, folder: Path, options: argparse.Namespace, communicator: Communicator
 ) -> dict[str, Metrics]:
-    """Score a model on all tasks that have no score in a folder, and write the scores there.
+    """Score a model on all tasks that have no score of their current data in a folder, and write the scores there.
 
-    Returns the metrics of all tasks in the folder by key on rank 0, and nothing on the other ranks.
+    Returns the metrics of all tasks in the folder, by key, on rank 0, and an empty dict on the other ranks.
     """
     import torch
 
@@ -331,7 +337,9 @@ def _write_summary(folder: Path, task_list: TaskList, metrics: Mapping[str, Metr
 
 
 def score_blends(options: argparse.Namespace, communicator: Communicator) -> str:
-    """Score the blends in --blend, and update the run's report; return a table on rank 0.
+    """Score the blends in --blend, and without --out, update the run's report.
+
+    Returns a table on rank 0, and an empty string on the other ranks.
 
     Raises UserError if an input is unusable, or the run's start cannot be blended with its result.
     """
@@ -390,7 +398,9 @@ def score_blends(options: argparse.Namespace, communicator: Communicator) -> str
 def _with_target(
     data: _TaskData, name: str | None, config: Config, checkpoint: Path, communicator: Communicator
 ) -> tuple[_TaskData, Task]:
-    """Return the tasks with the target, which is the task with this name or by default the run's validation pairs.
+    """Return the tasks, and the one that is the target: the task `name` or, by default, the run's validation pairs.
+
+    The validation pairs are added to the tasks if they are not among them.
 
     Raises UserError if there is no such task, or the run has no validation pairs.
     """

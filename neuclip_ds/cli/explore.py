@@ -2,9 +2,9 @@
 
 Type a text query or drop an image, and the page shows the nearest images and captions. --images is a folder of image
 files (the caption of a.jpg is in a.txt) or shards, as in data.train. MODEL is a run's folder (its newest checkpoint), a
-checkpoint, or a pretrained model, as in model.pretrained. The features are computed at each start, or come from the
-folders that `neuclip-ds embed` wrote. The page sends nothing to other machines, and by default, only this machine can
-open it. docs/how-to/explore.md describes the page.
+checkpoint, or a pretrained model, as in model.pretrained. The features are computed at each start, or read from the
+folders in --features, which `neuclip-ds embed` wrote. The page sends nothing to other machines, and by default, only
+this machine can open it. docs/how-to/explore.md describes the page.
 
 Examples:
   neuclip-ds explore runs/demo --images demo:val
@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # torch takes seconds to import
 
 _PACKAGES = ("gradio", "usearch")
 _MOST_MODELS = 2
-_TEMPERATURE = 0.01  # for class probabilities of a checkpoint without a temperature; CLIP's after training
+_TEMPERATURE = 0.01  # for class probabilities if a checkpoint has no temperature: the final value in CLIP's training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +79,12 @@ def main(arguments: Sequence[str]) -> None:
             host = f"[{options.host}]" if ":" in options.host else options.host
             print(f"Open http://{host}:{port} in a browser; Ctrl-C stops the server.", flush=True)
             server = make_server(page, options.host)
-            with suppress(Interrupted):  # a stop signal is the usual end, after which the folder of images is deleted
+            with suppress(Interrupted):  # a stop signal is the usual end, after which the query images are deleted
                 server.run(sockets=[listener])
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raise UserError if a package is missing, a path does not exist, or an option has no effect."""
+    """Raise UserError if a package is missing, a path does not exist, or options are invalid or have no effect."""
     if len(options.models) > _MOST_MODELS:
         raise UserError(f"{len(options.models)} models are passed: pass one or two.")
     for model in options.models:
@@ -158,7 +158,8 @@ def open_images(
 ) -> _Images:
     """Open --images; `embeddings` describe the folders of features.
 
-    Raises UserError if there are no images, or the features belong to other captions.
+    Raises UserError if there are no images, the folders contain features of different captions, or they are given for a
+    folder of image files.
     """
     from neuclip_ds.data.open_data import loader_options, open_data
     from neuclip_ds.embedding.collection import FolderImages, ShardImages

@@ -1,8 +1,8 @@
 """The page of `neuclip-ds explore`, built with Gradio, and its server.
 
 Result images are part of the page, as small JPEGs that are made from the given images. The server therefore serves no
-files except Gradio's own and the query images that users drop, which it deletes when it stops. The Content-Security-
-Policy makes browsers refuse all requests to other hosts.
+files except Gradio's own and the query images that users drop, which it deletes when it stops. A
+Content-Security-Policy makes browsers refuse all requests to other hosts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # optional packages
 
 COUNTS = (12, 24, 48)  # choices for the number of results
 _SIDE = 320  # pixels; maximum side length of a result image
-_QUALITY = 85  # of the JPEG of a result's image
+_QUALITY = 85  # JPEG quality of a result image
 _MOST_CLASSES = 1000
 _POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; form-action 'self'; frame-ancestors 'self'"
 _LOOPBACK = ("127.0.0.1", "localhost")
@@ -246,7 +246,10 @@ def open_port(host: str, port: int) -> socket.socket:
 
 
 def make_app(page: Blocks, host: str) -> AsgiApp:
-    """Return the app that serves the page. A local page answers only requests to a local name (no DNS rebinding)."""
+    """Return the app that serves the page.
+
+    A page on this machine's own address answers only requests to a local name, which prevents DNS rebinding.
+    """
     import gradio
     from fastapi import FastAPI
     from starlette.middleware.trustedhost import TrustedHostMiddleware

@@ -4,8 +4,9 @@ Examples:
   neuclip-ds inspect /data/mine
   neuclip-ds inspect manifests/cc12m --recipe cc12m_openclip --data.captions=txt:lines
 
-The command prints statistics of evenly spaced samples, and writes a page with pictures and captions. Captions are
-counted in tokens of the text tower that the recipe trains; options of `neuclip-ds train` change the recipe.
+The command prints statistics of evenly spaced samples, and writes a page with pictures and captions. The lengths of
+captions are counted in tokens of the text tower that the recipe trains. Options of `neuclip-ds train` change the
+recipe.
 """
 
 import argparse

@@ -9,9 +9,9 @@ Each cell of the image column is a path (relative to the folder of the table's f
 itself, possibly in base64. In a folder of images without a table, the caption of dog.jpg is the text in dog.txt.
 
 Rows with the same image become one sample with several captions, one per line. Rows that cannot be used are counted and
-listed in broken.jsonl. Those whose storage failed are also written to retry.jsonl, a table that you can pack to another
-folder later; if they are more than 1% of the rows, the exit code is 2. Train on the output folder, or build a manifest
-of it first (neuclip-ds build-manifest).
+listed in broken.jsonl. Rows whose images could not be fetched because the storage failed are also written to
+retry.jsonl, a table that you can later pack to another folder; if these are more than 1% of the rows, the exit code is
+2. Train on the output folder, or build a manifest of it first (neuclip-ds build-manifest).
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Compute only the class token in the last block of vision transformers that pool there.
+"""Compute only the class token in the last block of vision transformers that pool at this token.
 
 The feature of such a tower is the class token after the last block. In that block, the other tokens provide keys and
 values, but their queries, attention outputs and MLP do not reach the feature. Omitting them changes nothing in exact
@@ -81,7 +81,10 @@ def _pass_in_tower(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _only_class_token(function: BlockFunction, whole_block: Forward, only_on_cpus: bool) -> Forward:
-    """Return a forward method that calls `function` in the tower (only on CPUs if requested), else `whole_block`."""
+    """Return a forward method that calls `function` while the tower runs, and otherwise `whole_block`.
+
+    If `only_on_cpus` is true, it calls `whole_block` on all other devices.
+    """
 
     def forward(block: Any, tokens: Tensor, *args: Any, in_tower: bool = False, **kwargs: Any) -> Any:
         if not in_tower or (only_on_cpus and tokens.device.type != "cpu"):

@@ -90,7 +90,7 @@ class Compiler:
 def compile_towers(model: DualEncoder, compilation: Compilation) -> None:
     """Compile both towers in place, on their first call; call this after all other changes to the modules.
 
-    A text tower that packs captions only on CPUs (`auto`) stops packing them.
+    If anything is compiled, a text tower that packs captions only on CPUs (`auto`) stops packing them.
 
     Args:
         model: the towers.

@@ -240,7 +240,7 @@ def towers_to_clip(towers: TrainedTowers) -> LibraryModel | None:
 
 
 def _clip_text_options(model: DualEncoder) -> dict[str, Any]:
-    """Return the options of CLIP's text transformer in a model for transformers' CLIPTextConfig."""
+    """Return the options that describe a model's CLIP text transformer in transformers' CLIPTextConfig."""
     options = {**model.text.trunk.config.to_dict(), "eos_token_id": model.text.eos_id}
     del options["model_type"]
     return options

@@ -2,8 +2,9 @@
 
 transformers: a VisionTextDualEncoderModel, whose image tower is timm's model in transformers' wrapper. open_clip: a
 model with timm's image tower and an encoder of transformers or open_clip's own text transformer. sentence-transformers:
-a router with one route for texts and one for images, which supports all of our towers. A model that a format cannot
-express exactly is refused.
+a router with one route for texts and one for images, which supports all of our towers. A model whose features a format
+cannot express exactly is refused. The logit bias is written only for open_clip, and the temperature for all formats but
+sentence-transformers.
 """
 
 import json
@@ -46,7 +47,7 @@ _TEXT = "text.trunk."
 _ANY_MODEL = (
     f"export the model with --format={SENTENCE_TRANSFORMERS}"  # a format for every model that is built from the config
 )
-_OPEN_CLIP_ENCODERS = ("bert", "roberta", "xlm-roberta")  # that open_clip's text tower builds
+_OPEN_CLIP_ENCODERS = ("bert", "roberta", "xlm-roberta")  # model types that open_clip's text tower can build
 # BERT's pooler is tanh(W h + b) of the first hidden state h: with W = 2^-14 and b = 0 it returns 2^-14 h, up to
 # float32 rounding, and the projection multiplies by 2^14
 _POOLER_SCALE = 2.0**-14
@@ -163,7 +164,7 @@ def to_open_clip(
 
     Args:
         towers: the model.
-        clip_text: `text_cfg` of CLIP's text transformer, unused for other encoders, and `quick_gelu` of the model.
+        clip_text: `text_cfg` of CLIP's text transformer and the model's `quick_gelu`; unused for other encoders.
         clip_weights: the tensors of CLIP's text transformer under open_clip's names; unused for other encoders.
 
     Raises:
@@ -391,7 +392,7 @@ def _between(feature: str) -> dict[str, str]:
 
 
 def _pooling_mode(towers: TrainedTowers) -> str:
-    """Return the pooling's name in sentence-transformers; a caption ends with EOS if it is pooled there."""
+    """Return the pooling's name in sentence-transformers; if captions are pooled at EOS, EOS is their last token."""
     tower = towers.model.text
     if isinstance(tower, PretrainedTextTower) and tower.pooling in ("cls", "mean"):
         return tower.pooling

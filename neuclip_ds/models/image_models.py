@@ -81,8 +81,8 @@ def _weights_name(config: VisionConfig) -> str:
 def _create_with_weights(config: VisionConfig, weights: Mapping[str, Tensor]) -> Any:
     """Create the image model without a classifier and load its weights; timm resamples the position embeddings.
 
-    Raise UserError if a tensor still has its random initial value: timm does not always reject weights that lack a
-    tensor.
+    Raises UserError if the weights do not fit the model, or if a tensor still has its random initial value: timm does
+    not always reject weights that lack a tensor.
     """
     with torch.random.fork_rng(devices=[]):  # the models are created on the CPU
         torch.manual_seed(0)
@@ -100,7 +100,8 @@ def _create_with_weights(config: VisionConfig, weights: Mapping[str, Tensor]) ->
     unchanged = []
     for name, value in trunk.named_parameters():
         if value.requires_grad and value.equal(random_values[name]):
-            is_constant = (value == value.flatten()[0]).all()  # as a bias of zeros, which the weights may have too
+            # the weights may contain the same constant, such as a bias of zeros
+            is_constant = (value == value.flatten()[0]).all()
             if not is_constant:
                 unchanged.append(name)
     if unchanged:
@@ -192,8 +193,8 @@ def fixed_image_size(name: str) -> int | None:
 def names_by_image_size(name: str) -> dict[int, str]:
     """Return the names of the timm models that differ from a model only in image size, keyed by that size in pixels.
 
-    Such names end with the size, such as vit_base_patch16_siglip_384. The model itself is included; models that take
-    images of any size have no such names.
+    Such names end with the size, for example vit_base_patch16_siglip_384. The model itself is included. For a model
+    that takes images of any size, the result is empty.
     """
     own_size = fixed_image_size(name)
     if own_size is None:

@@ -3,8 +3,8 @@
 A causal text tower that reads its feature at one token needs no token after it. Its captions are therefore cut after
 that token and concatenated: all linear layers and norms run on the N remaining tokens, attention runs within each
 caption, and the last layer computes queries and everything after them only for the tokens that are pooled. Features and
-gradients equal the results for padded captions, up to rounding. Bidirectional towers (SigLIP, BERT) attend to the
-padding or pool over it, so they keep padded captions.
+gradients equal the results for padded captions, up to rounding. Bidirectional towers (SigLIP, BERT) keep padded
+captions, because their tokens also attend to later tokens, and SigLIP's even to padding.
 
 To let a trunk take packed captions, this module replaces the forward methods of some of the trunk's modules. The
 modules, parameters and hooks stay the same, so ZeRO 3, LoRA, activation checkpointing and checkpoints work as with

@@ -26,7 +26,7 @@ def checkpointed_blocks(tower: nn.Module, name: str, activation_checkpointing: b
         activation_checkpointing: value of the model option: true for all blocks, or a number of blocks.
 
     Raises:
-        UserError: the tower has no blocks.
+        UserError: blocks are to be checkpointed, but the tower has no list of blocks.
     """
     blocks = list(block_names(tower)) if activation_checkpointing else []
     if activation_checkpointing and not blocks:

@@ -1,4 +1,4 @@
-"""Sources of a run's dual encoder: the config (with random or pretrained image weights) or a pretrained checkpoint.
+"""Sources of a run's dual encoder: the config (with random or pretrained towers) or a pretrained checkpoint.
 
 Code that reads or writes other libraries' models is imported only when used, because most runs do not need it.
 """
@@ -36,8 +36,8 @@ from neuclip_ds.models.trained_parts import merge_adapters
 if TYPE_CHECKING:
     from neuclip_ds.models.pretrained.text_encoder import TextEncoderSource
 
-# file in a run's model folder, for a run that started from another run: the model config of that other run; its
-# tokenizer's folder is in the model folder too
+# file with the model config of an earlier run, in the model folder of a run that started from the earlier one; the
+# earlier run's tokenizer is in the same folder
 ARCHITECTURE = "architecture.json"
 TEXT_ENCODER = "text"  # folder of a pretrained text encoder's files, without weights, in a run's model folder
 INITIAL_LOGITS = LogitParameters(temperature=0.07, bias=-10.0)  # initial values of CLIP's temperature and SigLIP's bias
@@ -231,9 +231,10 @@ def with_sizes(config: ModelConfig, image_size: int | None, context_length: int 
 
 
 def with_architecture(config: ModelConfig, architecture: ModelConfig) -> ModelConfig:
-    """Return a config with the towers of another one, at the image size and context length of `config` if it sets them.
+    """Return `config` with the towers of `architecture`.
 
-    The trained parts, the adapters and all options that do not change the features are taken from `config`.
+    The image size and the context length are those of `config` if it sets them. The trained parts, the adapters and all
+    options that do not change the features are taken from `config`.
     """
     vision = architecture.vision.model_copy(
         update={

@@ -95,13 +95,13 @@ class CaptionTokenizer:
 
     @property
     def eos_id(self) -> int | None:
-        """Id of the token that ends a caption, EOS or BERT's SEP."""
+        """Id of the token that ends a caption, EOS or BERT's SEP; None if the tokenizer has neither."""
         eos = self.inner.eos_token_id
         return self.inner.sep_token_id if eos is None else eos
 
     @property
     def pad_id(self) -> int | None:
-        """Id of the padding token."""
+        """Id of the padding token; None if the tokenizer has neither a padding token nor EOS or SEP."""
         return self.inner.pad_token_id
 
     @property
@@ -167,7 +167,7 @@ def named_tokenizer(text: TextConfig) -> CaptionTokenizer:
 
 def clean_caption(caption: str) -> str:
     """Repair encoding errors, decode HTML entities and lower-case a caption, as open_clip does before CLIP's BPE."""
-    import ftfy  # of an extra
+    import ftfy  # optional dependency
 
     text = html.unescape(html.unescape(ftfy.fix_text(caption)))
     return " ".join(text.split()).lower()

@@ -144,7 +144,7 @@ class TextTower(Encoder):
         """Return whether the tower packs captions on a device."""
         if self.pack is None:
             return False
-        if self.packed == "auto":  # packing was not measured on a GPU
+        if self.packed == "auto":  # packing has not been measured on a GPU yet
             return device.type == "cpu"
         return self.packed
 

@@ -58,7 +58,7 @@ def freeze(model: nn.Module, config: ModelConfig) -> None:
         model: model with the towers `vision` and `text`.
 
     Raises:
-        UserError: a tower has fewer blocks than the option requests, or no separate projection.
+        UserError: a tower has no list of blocks or fewer blocks than the option requests, or no separate projection.
     """
     for name in TOWERS:
         tower = model.get_submodule(name)

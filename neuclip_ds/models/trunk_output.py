@@ -12,7 +12,7 @@ from torch import Tensor
 from neuclip_ds.models.towers import Encoder
 
 _TEXT = "A dog runs on the grass, 2 cats sleep."
-_VALUES = 16  # number of values of the feature that are compared; another trunk changes all of them
+_VALUES = 16  # number of values of the feature that are compared; another trunk changes all, so a few suffice
 _TOLERANCE = 0.01  # relative; well above the differences between machines
 
 

@@ -13,7 +13,7 @@ def weights_hash(module: nn.Module) -> str:
 
     Names and their order differ between libraries that load the same weights. The hash of a timm model includes its
     architecture, because some architectures differ only in their padding, such as efficientnet_lite0 and
-    tf_efficientnet_lite0. LoRA adapters are not included. Call this before the weights are cast, moved or partitioned.
+    tf_efficientnet_lite0. LoRA adapters are not included. Call this before the weights are cast or partitioned.
     """
     weights = {name: value for name, value in module.state_dict().items() if _ADAPTER not in name}
     hashes = sorted(_hash(value) for value in weights.values() if value.is_floating_point())

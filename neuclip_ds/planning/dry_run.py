@@ -58,7 +58,8 @@ def print_dry_run(
     the same model, is given, the report estimates the hours.
 
     Raises:
-        UserError: the config, DeepSpeed JSON, hostfile, model or data is invalid, or the measured run is unusable.
+        UserError: the config, DeepSpeed JSON, hostfile, model or data is invalid, or the measured run is unusable. If
+            the model, the data or the measured run is the problem, the other parts of the report are printed first.
     """
     nodes = read_hostfile(hostfile) if hostfile else {}
     world_size = sum(nodes.values()) or environment.world_size
@@ -116,7 +117,7 @@ def print_dry_run(
         received = (world_size - 1) * query.rank_batch * bytes_per_pair / 1e6
         lines.append(f"traffic    {received:,.2f} MB of features received per rank and step (computed)")
         if measured is not None and order:
-            # gradients are reduced to the ranks, and the updated weights gathered from them, in two bytes each
+            # each rank receives gradients and updated weights, two bytes per element
             trained = Parameters.of(query.build()).trained
             step_bytes = 1e6 * received + 2 * 2 * trained * (world_size - 1) / world_size
             steps = run_length(order, config.epochs, config.max_steps)
@@ -188,7 +189,9 @@ def _data_lines(config: Config, manifest: Manifest, order: BatchOrder) -> list[s
 def _memory_lines(
     query: MemoryQuery, gpu_memory: float | None, nodes: dict[str, int], bytes_of_features: int
 ) -> Iterator[str]:
-    """Yield memory estimates and, given `gpu_memory`, the lowest ZeRO stage that fits.
+    """Yield memory estimates and, given `gpu_memory`, the first ZeRO config that fits.
+
+    Without `gpu_memory` and `nodes`, yield warnings if this machine has too little memory.
 
     `nodes` maps hosts to ranks. Each pair has `bytes_of_features` of stored features.
     """

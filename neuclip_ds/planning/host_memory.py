@@ -98,7 +98,10 @@ def shortages(estimate: MemoryAccount, loaders: LoaderMemory, device: str) -> li
 
 
 def _shortage(needed: int, available: int, memory: str, fix: str, free: bool = False) -> list[str]:
-    """Return a warning if the `memory` has fewer bytes than needed; if `free`, its other bytes are in use."""
+    """Return a list with a warning if `memory` has fewer available bytes than needed, else an empty list.
+
+    `free` is whether `available` excludes bytes that are in use.
+    """
     if needed <= available:
         return []
     size = f"{available / 1e9:,.2f} GB{' free' if free else ''}"

@@ -84,7 +84,7 @@ class MemoryAccount(NamedTuple):
 
 
 class StandInTokenizer:
-    """Placeholder for a tokenizer that has not been trained yet."""
+    """Placeholder for a tokenizer that has not been trained yet, and for CLIP's tokenizer."""
 
     def __init__(self, text: TextConfig) -> None:
         self.vocab_size = text.vocab_size
@@ -375,10 +375,10 @@ def _similarities(query: MemoryQuery, itemsize: int) -> int:
 
     Similarities are stored between the two passes over the pairs if they fit in the budget; the second pass adds
     temporary blocks. Between the passes, NeuCLIP's network needs the similarities between all anchors and a rank's
-    prototypes in both directions and a copy of the anchors' features, plus the largest of the following: a temporary
-    block; another copy of the features; or, for the anchors of a group of ranks, the similarities in one direction and
-    nine copies of the features. The subtracted bytes are the sent copies and, while the network runs, local features
-    and their gradients.
+    prototypes in both directions, a copy of the anchors' features and copies of the prototypes, plus the largest of the
+    following: a temporary block; another copy of the features; or, if `objective.npn.alpha_grad` is `full`, the
+    similarities in one direction and nine copies of the features, for the anchors of a group of ranks. The subtracted
+    bytes are the sent copies and, while the network runs, local features and their gradients.
     """
     objective = query.config.objective
     method = find_method(objective.method)

@@ -162,7 +162,7 @@ def _match_nccl(launches: Iterable[Launch], events: Sequence[Event]) -> int:
             return None
         return timelines[call.thread].at(call.span[0])
 
-    # an operator's own event describes the element type of its input
+    # the event `record_param_comms` inside an operator names the element type of the operator's input
     for event in events:
         if event.name == "record_param_comms":
             launch_of_event = launch_around(event)

@@ -17,7 +17,8 @@ _MAX_FAILURES = 3  # consecutive failed saves that end the run
 class SaveCheckpoints(Hook):
     """Saves a checkpoint every `run.checkpoint_every` steps, after the last step, and before a requested stop.
 
-    If a save fails, training continues until the next save; three consecutive failures end the run.
+    If a save fails, training continues until the next save. Three consecutive failures, or a failure of the last save,
+    end the run with a `UserError`.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,7 @@ class SaveCheckpoints(Hook):
             loop.events.add(loop.done, "save_failed", message, shared=True)
 
     def _is_due(self, loop: Loop, result: StepResult) -> bool:
-        """Return whether a multiple of `run.checkpoint_every` steps has been reached since the last save.
+        """Return whether a multiple of `run.checkpoint_every` steps has been reached since the last attempt to save.
 
         Earlier updates may be the reason for a skipped step, so a checkpoint waits for the next applied step.
         """

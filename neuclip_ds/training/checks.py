@@ -25,7 +25,10 @@ _NOT_ARCHITECTURE: Any = {
 
 
 def check_config(config: Config, world_size: int) -> None:
-    """Raise `UserError`, without communicating with other ranks, if a config would fail regardless of the data."""
+    """Raise `UserError` for mistakes in a config that can be found without the data, the model or other ranks.
+
+    These are invalid batch sizes, DeepSpeed configs and options of stored features.
+    """
     config.micro_batch(world_size)
     check_engine_config(load_engine_config(config, world_size), config.deepspeed)
     _check_stored_features(config)
@@ -33,7 +36,7 @@ def check_config(config: Config, world_size: int) -> None:
 
 
 def _check_stored_features(config: Config) -> None:
-    """Raise `UserError` if options of a reference model or of distillation have no effect or cannot be combined."""
+    """Raise `UserError` if options of a reference model, distillation or prefixes have no effect or conflict."""
     objective = config.objective
     distill = objective.distill
     changed = [
@@ -67,7 +70,7 @@ def _check_stored_features(config: Config) -> None:
 
 
 def check_tables(tables: Mapping[str, FeatureTable]) -> None:
-    """Raise `UserError` if features of a reference or teacher do not give the similarities of images and texts."""
+    """Raise `UserError` if the features of a reference model or teacher do not give image-text similarities."""
     for table in loss_tables(tables).values():
         contents = {"images": table.image_width, "texts": table.text_width}
         missing = [name for name, width in contents.items() if width is None]
@@ -170,7 +173,10 @@ def _stored_features(objective: ObjectiveConfig) -> Fingerprint:
 
 
 def _architecture(model: ModelConfig) -> Fingerprint:
-    """Return the trained parts, adapters and, for a model that is not pretrained, its architecture; omit file names."""
+    """Return the trained parts, the adapters and the architecture, without file names.
+
+    With `model.pretrained`, the architecture consists only of the sizes that the config sets.
+    """
     trained_parts: dict[str, Any] = {f"model.{tower}.trainable": model.trained(tower) for tower in TOWERS}
     if model.lora.rank:
         trained_parts["model.lora"] = model.lora.model_dump()

@@ -61,7 +61,7 @@ def recovered_objective(config: Config) -> ObjectiveConfig:
 
 
 def recovery_config(config: Config) -> Config:
-    """Return the config of the recovery loop, which trains nothing, because its learning rates are 0."""
+    """Return the config of the recovery loop, whose learning rate of 0 keeps the encoders' weights unchanged."""
     changes: dict[str, Any] = {
         "objective": recovered_objective(config),
         "optimizer": config.optimizer.model_copy(update={"lr": 0.0, "min_lr": 0.0}),

@@ -1,6 +1,7 @@
-"""The folder of a run, to which a launch writes only after all checks have passed.
+"""The folder of a run, in which a launch trains only after all checks have passed.
 
-A launch writes the manifests, the tokenizer and the model description to a staging folder next to the run's folder.
+Until then, the folder contains only the lock, files of earlier launches, and files fetched from the remote copy. A
+launch writes the manifests, the tokenizer and the model description to a staging folder next to the run's folder.
 These files are moved into the run's folder when all ranks are ready to train, and deleted if a check fails.
 """
 
@@ -38,7 +39,7 @@ RECOVERY = "recovery"  # subfolder of the recovery of statistics, with its own c
 
 @contextmanager
 def staging_folder(config: Config, folder: Path, communicator: Communicator) -> Iterator[Path]:
-    """Yield a staging folder that all ranks share and that contains the run's manifests; delete the folder at the end.
+    """Yield a staging folder that all ranks share, with earlier launches' manifests; delete the folder at the end.
 
     Raises `UserError` if the folder cannot be written, or if the nodes do not share it.
     """
@@ -63,8 +64,8 @@ def staging_folder(config: Config, folder: Path, communicator: Communicator) -> 
 def move_staged_files(staged: Path, folder: Path, config: Config) -> Changes:
     """Move a launch's staged files into the run's folder, and write the config; called on one rank.
 
-    Returns the options that differ from the previous launch; nothing if there was no previous launch or its config is
-    damaged.
+    Returns the options that differ from the previous launch; an empty mapping if there was no previous launch or its
+    config is damaged.
     """
     text = dump(config)
     before = None
@@ -92,7 +93,7 @@ def write_complete(folder: Path, step: int) -> None:
 
 
 def read_complete(folder: Path) -> int | None:
-    """Return the step that `write_complete` recorded, or None."""
+    """Return the step that `write_complete` recorded, or None if the file is missing or damaged."""
     try:
         return int(json.loads((folder / COMPLETE).read_text(encoding="utf-8"))["step"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -113,7 +114,10 @@ def checkpoint_extras(staged: Path, folder: Path, config: Config) -> dict[str, b
 
 
 def record_environment(folder: Path, communicator: Communicator) -> dict[str, Any]:
-    """Write FOLDER/environment.json, and return its content on rank 0; called on all ranks, at every launch."""
+    """Write FOLDER/environment.json; all ranks call this together.
+
+    Returns the file's content on rank 0, and an empty dict on the other ranks.
+    """
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
     else:

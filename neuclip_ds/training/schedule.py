@@ -15,7 +15,7 @@ def run_length(order: BatchOrder, epochs: float, max_steps: int | None = None) -
 
 
 def is_partial_batch(order: BatchOrder, step: int) -> bool:
-    """Return whether the batch of a step (counted from 0) is the last of an epoch and less than half full."""
+    """Return whether the batch of a step (counted from 0) is the last of several in an epoch and under half full."""
     step_of_epoch = step % order.steps_per_epoch
     last_of_epoch = order.steps_per_epoch - 1
     return 0 < step_of_epoch == last_of_epoch and 2 * order.last_batch_size < order.batch_size

@@ -19,7 +19,7 @@ _FIX = "run neuclip-ds embed --output=trunk on the training data, with the model
 
 
 def check_frozen_trunks(config: Config) -> None:
-    """Raise `UserError` if a trunk whose outputs are stored is trained, or an option has no effect on them."""
+    """Raise `UserError` if a trunk with stored outputs is trained, or an option needs such a trunk to run."""
     folders = tower_folders(config.data)
     for table in folders:
         tower = TOWER_OF_TABLE[table]
@@ -94,7 +94,8 @@ def check_trunk_outputs(
         check_separate_projection(tower, f"data.{name}", "omit the option")
         _check_contents(name, table, tower)
         embedding = table.embedding
-        settings: dict[str, tuple[Any, Any, str]] = {}  # by option: of the table, of the run, and the option of `embed`
+        # by option: the table's value, the run's value, and the option of `embed`
+        settings: dict[str, tuple[Any, Any, str]] = {}
         if name == IMAGE:
             options = "model.vision.image_size, mean and std"
             settings[options] = embedding.get("preprocessing"), preprocessing.to_json(), "--image-size"

@@ -1,8 +1,8 @@
 """Train a model: set up a run, then repeat the training step until the run ends.
 
 `train` is the entry point. `build_run` opens the data, the model and the newest checkpoint. `Loop` runs the steps; one
-step, from the batch to the updated weights, is the function `train_step` in step.py. Everything else that happens
-around a step, such as records, checkpoints and evaluations, is a hook (training/hooks/, records.py, checkpointing.py).
+step, from the batch to the updated weights, is the function `train_step` in step.py. Hooks write the records, save
+checkpoints, evaluate the model, and run other code around a step (training/hooks/, records.py, checkpointing.py).
 """
 
 import logging
@@ -110,8 +110,8 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
 
     Raises:
         UserError: the config or the data is invalid; raised before the first step where possible.
-        TrainingDiverged: the loss or gradient is not finite even after a rollback, or replicated state differs between
-            ranks.
+        TrainingDiverged: too many consecutive steps have a non-finite loss or gradient, and there is no checkpoint to
+            return to, or the return did not help; or replicated state differs between ranks.
         Interrupted: a signal stopped the run; if the run was training, it has saved a checkpoint.
     """
     check_config(config, environment.world_size)  # a mistake in the config is reported before ranks connect
@@ -214,7 +214,7 @@ class RunContext:
     embed_dim: int
     """Width of the features."""
     logits: LogitParameters
-    """Temperature and bias of the encoders' checkpoint."""
+    """Temperature and bias of the encoders' checkpoint; without one, fixed defaults."""
     comm_dtype: torch.dtype
     """Dtype in which features are sent between ranks."""
     compilation: Compilation
@@ -393,7 +393,7 @@ class StepResult:
     seconds: float
     """Duration of the whole step, in seconds."""
     samples_per_second: float
-    """Throughput of all ranks over up to 50 of the last steps; NaN after the first step of a launch."""
+    """Throughput of all ranks over up to 50 of the last steps; NaN after the first step since a launch or rollback."""
     metric_tensors: Mapping[str, Tensor]
     """Metrics of the loss, on the device."""
 
@@ -482,7 +482,7 @@ class Loop:
         self._compiled_before = metadata.get("compilation", self.context.compilation)
 
     def run(self, hooks: Sequence[Hook] = (), evaluator: Evaluator | None = None) -> bool:
-        """Train from `done` to `total` steps; return False if a stop was requested before the end.
+        """Train from `done` to `total` steps; return False if a stop was requested, even after the last step.
 
         Runs `hooks` before the standard hooks. With an `evaluator`, evaluates the model and, if the config enables it,
         keeps the moving average of the weights. After a `roll_back`, the loop resumes from the checkpoint, and all
@@ -516,7 +516,9 @@ class Loop:
         """Return to the newest checkpoint, on all ranks, after `run.max_skipped_steps` consecutive skipped steps.
 
         Raises:
-            TrainingDiverged: no checkpoint exists, or training has failed at the same step before.
+            TrainingDiverged: no checkpoint exists, or training has not passed the steps that were skipped before the
+                last rollback.
+            UserError: all checkpoints are damaged.
             RollBack: otherwise; `run` catches it and resumes from the checkpoint.
         """
         newest = self.checkpoints.newest()
@@ -555,7 +557,7 @@ class Loop:
         with self.resources, closing(source):
             self._hooks = self._start_hooks(hooks, evaluator, average)
             self._batches.start(source)
-            # times at which steps ended; the first step itself is not measured, because it compiles
+            # times at which steps ended; the duration of the first step, which may include compilation, is not measured
             end_times: deque[float] = deque(maxlen=_THROUGHPUT_STEPS + 1)
             # docs: loop
             while self.done < self.total and not self.stop_requested:
@@ -564,8 +566,8 @@ class Loop:
                 start_time = time.perf_counter()
                 batch = next(self._batches)
                 # docs: end
-                # a batch of long captions may exhaust a GPU's memory after shorter ones have fit; CPUs do without this
-                # trial, which would take as long as a step
+                # Long captions may exhaust a GPU's memory after shorter ones have fit, so captions of the full length
+                # are tried first. On CPUs, this trial would take as long as a step.
                 if not end_times and self._pack is not None and context.engine.device.type == "cuda":
                     context.engine.try_full_captions(batch)
                 for hook in self._hooks.values():

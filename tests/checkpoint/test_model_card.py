@@ -70,6 +70,8 @@ def test_a_card_lists_the_scores_of_its_step_the_data_the_method_and_the_license
     results = {one.metric_name: (one.task_type, one.dataset_name, one.metric_type) for one in data.eval_results}
     assert results["task/vtab/pets"] == ("zero-shot-image-classification", "Oxford-IIIT Pet", "mean_per_class_recall")
     assert results["image_to_text_recall@1"] == ("image-text-retrieval", "secret_val", "recall")
+    zero_shot = ("zero-shot-image-classification", "zero-shot set of dfn12m", "accuracy")
+    assert results["zero_shot_top1"] == zero_shot, "data.zero_shot is auto"
     averaged = model_card(config, checkpoint, "transformers", average=True)
     assert "| zero_shot_top1 | 0.3750 | 0.1000 |" in averaged and "moving average" in averaged
 

@@ -18,6 +18,7 @@ from neuclip_ds.checkpoint.export_run import export_run
 from neuclip_ds.checkpoint.saved_model import initial_source, open_model, open_run, read_result, read_start
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.errors import UserError
 from neuclip_ds.models.pretrained.positions import resample_positions
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 from neuclip_ds.planning.memory import MemoryQuery
@@ -127,6 +128,13 @@ def test_adapters_are_added_to_the_weights_of_the_start(folder: Path) -> None:
         features = model.eval()(images(32), tokenizer(CAPTIONS))
         for mine, theirs in zip(features, saved.model.eval()(images(32), tokenizer(CAPTIONS)), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
+def test_a_run_can_be_named_from_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(UserError, match=f"{tmp_path}/mine .*checkpoint"):
+        open_model("~/mine", Communicator())
 
 
 @pytest.mark.parametrize("name", ["small", "large"])

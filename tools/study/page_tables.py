@@ -4,6 +4,7 @@ Most tables list all arms of their stages that have records, in the order of pla
 code. The others list pairs or groups of arms that the functions name.
 """
 
+import itertools
 import math
 import re
 import statistics
@@ -40,26 +41,31 @@ _SAME_COLUMN = {"neuclip_queue, constant tau": QUEUE}
 _SETTINGS = {"epochs": "{:g} epochs", "hidden": "hidden layer of {:g} units", "noise": "{:.0%} wrong captions"}
 _SETTINGS |= {"copies": "{:.0%} copied pairs"}
 
-# groups of losses whose gains choose_loss.md and README.md compare
-_GROUPS = {
-    "`sogclr`, `fastclip_v1`, `fastclip_v3`": ("sogclr", "fastclip_v1", "fastclip_v3"),
+# losses whose gains choose_loss.md compares -> the names of their arms
+_COMPARED = {
+    "`sogclr`": ("sogclr",),
+    "`fastclip_v1`": ("fastclip_v1",),
+    "`fastclip_v3`": ("fastclip_v3",),
     "`neuclip` as published": ("neuclip",),
     "`neuclip`, constant tau": ("neuclip, constant tau",),
     "`neuclip`, pooled (ours), constant tau": ("neuclip pooled, constant tau",),
+    "`neuclip`, pooled (ours), learned tau": ("neuclip pooled, learned tau",),
     "`neuclip_queue` (ours), constant tau": (QUEUE, "neuclip_queue, constant tau"),
     "`neuclip_queue` (ours), learned tau": ("neuclip_queue",),
-    "`amorlip`": ("amorlip", "amorlip, released code"),
+    "`amorlip`, as published": ("amorlip",),
+    "`amorlip`, released code": ("amorlip, released code",),
     "`siglip`": ("siglip",),
 }
-# head of a column -> situation: a stage and the setting that it varies
+# head of a column -> situation: a stage, the setting that it varies, and batch sizes
 _SITUATIONS = {
-    "frozen, 12 epochs": ("finals", ""),
-    "frozen, 1 epoch": ("map_epochs", "epochs=1"),
-    "20% wrong captions": ("map_noise", "noise=0.2"),
-    "50% wrong captions": ("map_noise", "noise=0.5"),
-    "80% copied pairs": ("map_copies", "copies=0.8"),
-    "from scratch, 2 epochs": ("trained_scenes", "epochs=2"),
-    "pretrained, 2 epochs": ("trained_photographs", ""),
+    "frozen, B = 8 and 16": ("finals", "", (8, 16)),
+    "frozen, B = 32 and 64": ("finals", "", (32, 64)),
+    "frozen, 1 epoch": ("map_epochs", "epochs=1", (16,)),
+    "20% wrong captions": ("map_noise", "noise=0.2", (16,)),
+    "50% wrong captions": ("map_noise", "noise=0.5", (16,)),
+    "80% copied pairs": ("map_copies", "copies=0.8", (16,)),
+    "from scratch, 2 epochs": ("trained_scenes", "epochs=2", (16,)),
+    "pretrained, 2 epochs": ("trained_photographs", "", (10,)),
 }
 
 
@@ -161,6 +167,15 @@ def label(arm: str) -> str:
     return f"`{name}`, {text}" if text else f"`{name}`"
 
 
+def label_on_heads(arm: str) -> str:
+    """Return the label of an arm of the study of heads, with the value of a constant temperature."""
+    text = label(arm)
+    if "constant tau" in text:
+        result = next(result for result in of_stages("finals") if result.arm == arm)
+        text = text.replace("constant tau", f"tau = {result.run['options']['temperature']['initial']:g}")
+    return text
+
+
 def mean(seeds: Seeds) -> str:
     return f"{statistics.mean(result.recall for result in seeds.values()):.2f}" if seeds else "-"
 
@@ -220,7 +235,7 @@ def losses() -> str:
     rows.append([f"`{PEER}`, 32x batch", *(gain(best_large_batch(batch), peers[batch]) for batch in batches)])
     for arm in arms_of("finals"):
         if arm != PEER:
-            rows.append([label(arm), *(gain(runs("finals", arm, batch), peers[batch]) for batch in batches)])
+            rows.append([label_on_heads(arm), *(gain(runs("finals", arm, batch), peers[batch]) for batch in batches)])
     head = ["recall minus that of `openclip`", *(f"B = {batch}" for batch in batches)]
     return markdown(head, rows, of_stages("finals", "gate"))
 
@@ -232,6 +247,8 @@ def pairs_of_losses() -> str:
         ("neuclip", "fastclip_v3"),
         ("neuclip_queue", "fastclip_v3"),
         (QUEUE, "fastclip_v3"),
+        (QUEUE, "fastclip_v1"),
+        (QUEUE, "sogclr"),
     ]
     # variants of NeuCLIP are compared with the published one, with moving averages and with the queue
     for arm in arms_of("finals"):
@@ -241,7 +258,7 @@ def pairs_of_losses() -> str:
     rows: list[list[str]] = []
     for ours, theirs in compared:
         gains = [gain(runs("finals", ours, batch), runs("finals", theirs, batch)) for batch in batches]
-        rows.append([f"{label(ours)}, minus {label(theirs)}", *gains])
+        rows.append([f"{label_on_heads(ours)}, minus {label_on_heads(theirs)}", *gains])
     large = [gain(runs("finals", QUEUE, batch), best_large_batch(batch)) for batch in batches]
     rows.append([f"{label(QUEUE)}, minus the 32x batch", *large])
     return markdown(["difference", *(f"B = {batch}" for batch in batches)], rows, of_stages("finals", "gate"))
@@ -252,7 +269,7 @@ def normalizer_errors() -> str:
     batches = batches_of("finals")
     rows: list[list[str]] = []
     for arm in arms_of("finals"):
-        row = [label(arm)]
+        row = [label_on_heads(arm)]
         for batch in batches:
             results = [run.results for run in runs("finals", arm, batch).values()]
             errors = [result.get("error_std", math.nan) for result in results]
@@ -282,10 +299,12 @@ def settings() -> str:
             by_column[_SAME_COLUMN.get(arm, arm)] = runs(result.stage, arm, result.batch, result.setting)
         peer = by_column.get(PEER, {})
         gains = [gain(by_column.get(arm, {}), peer) for arm in others]
-        rows.append([_setting_of(result), str(result.batch), mean(peer), *gains])
+        lead = gain(by_column.get(QUEUE, {}), by_column.get("fastclip_v3", {}))
+        rows.append([_setting_of(result), str(result.batch), mean(peer), *gains, lead])
     order = [_setting_of(result) for stage in stages for result in of_stages(stage)]
     rows.sort(key=lambda row: order.index(row[0]))
-    head = ["setting", "B", f"recall of `{PEER}`", *(label(arm) for arm in others)]
+    head = ["setting", "B", f"recall of `{PEER}`", *(label_on_heads(arm) for arm in others)]
+    head.append(f"{label(QUEUE)}, minus `fastclip_v3`")
     return markdown(head, rows, of_stages(*stages))
 
 
@@ -304,6 +323,7 @@ def temperatures() -> str:
         "12 epochs": ("finals", ""),
         "30 epochs": ("map_long", "epochs=30"),
         "80% copied pairs": ("map_copies", "copies=0.8"),
+        "50% wrong captions": ("map_noise", "noise=0.5"),
     }
     rows: list[list[str]] = []
     results: list[Result] = []
@@ -358,7 +378,16 @@ def causes() -> str:
             for peer_stage, peer in compared:
                 if (peer_stage, peer) != (stage, arm):
                     difference_from_peer = gain(seeds, runs(peer_stage, peer, 16, setting))
-                    rows.append([title, label(arm), f"{tau:.3f}", mean(seeds), label(peer), difference_from_peer])
+                    rows.append(
+                        [
+                            title,
+                            label_on_heads(arm),
+                            f"{tau:.3f}",
+                            mean(seeds),
+                            label_on_heads(peer),
+                            difference_from_peer,
+                        ]
+                    )
     head = ["setting, B = 16", "loss", "final tau", "recall", "compared with", "difference"]
     return markdown(head, rows, of_stages(*peers))
 
@@ -390,8 +419,9 @@ def guides() -> str:
             alone = runs(stage, arm, 64)
             name = arm.removesuffix(", quarter")
             gains = [gain(runs(stage, f"{name} + {guide}, quarter", 64), alone) for guide in ("reference", "teacher")]
-            rows.append([title, label(arm), mean(alone), *gains])
-    head = ["setting", "loss", "recall alone", "with reference", "with teacher"]
+            minus_peer = gain(alone, runs(stage, f"{PEER}, quarter", 64)) if name != PEER else "-"
+            rows.append([title, label(arm), mean(alone), minus_peer, *gains])
+    head = ["setting", "loss", "recall alone", f"alone, minus `{PEER}`", "with reference", "with teacher"]
     return markdown(head, rows, of_stages(*stages.values()))
 
 
@@ -408,19 +438,24 @@ def guide_settings() -> str:
 
 def trained_towers() -> str:
     """Recall of OpenCLIP with both towers trained, and the differences of the other arms from it."""
-    search = {arm: best_of_search("trained_search", arm) for arm in arms_of("trained_search")}
-    columns = {"search": search, **_final_runs_of_trained_towers()}
-    recalls = [mean(by_arm.get(PEER, {})) for by_arm in columns.values()]
-    rows = [[f"recall of `{PEER}`", *recalls]]
-    for arm in search:
-        if arm != PEER:
-            gains = [gain(by_arm.get(arm, {}), by_arm.get(PEER, {})) for by_arm in columns.values()]
-            rows.append([label(arm), *gains])
+    columns = _final_runs_of_trained_towers()
+    scenes = _by_arm("trained_scenes")
+    rows: list[list[str]] = []
+    for arm in arms_of("trained_scenes"):
+        lr = next(iter(scenes[arm].values())).run["lr"]
+        tau = statistics.mean(result.results["tau"] for result in scenes[arm].values())
+        gains = [gain(by_arm.get(arm, {}), by_arm.get(PEER, {})) for by_arm in columns.values()]
+        recalls = [mean(by_arm.get(PEER, {})) for by_arm in columns.values()]
+        if arm == PEER:
+            rows.append([f"recall of `{PEER}`", f"{lr:g}", f"{tau:.3f}", *recalls])
+        else:
+            rows.append([label(arm), f"{lr:g}", f"{tau:.3f}", *gains])
     results: list[Result] = []
     for by_arm in columns.values():
         for seeds in by_arm.values():
             results += seeds.values()
-    return markdown([f"recall minus that of `{PEER}`", *columns], rows, results)
+    head = [f"recall minus that of `{PEER}`", "learning rate", "final tau, scenes", *columns]
+    return markdown(head, rows, results)
 
 
 def pairs_of_trained_towers() -> str:
@@ -461,46 +496,41 @@ def _by_arm(stage: str) -> dict[str, Seeds]:
     return _grouped(of_stages(stage), lambda result: result.arm)
 
 
-def best_of_search(stage: str, arm: str) -> Seeds:
-    """Return the runs of the setting with the best mean recall, among those of an arm with the most seeds."""
-    tried = [result for result in of_stages(stage) if result.arm == arm]
-    settings_tried = _grouped(tried, lambda result: result.setting).values()
-    most = max(len(seeds) for seeds in settings_tried)
-    return _best(seeds for seeds in settings_tried if len(seeds) == most)
-
-
 def gains_by_situation() -> str:
-    """The mean gains of groups of losses in each situation: ranges over the losses and batch sizes of a group."""
-    rows, results = _gains_by(_SITUATIONS)
+    """The gains of losses in each situation: intervals at one batch size, and ranges of means over several."""
+    rows: list[list[str]] = []
+    results: list[Result] = []
+    for title, arms in _COMPARED.items():
+        cells: list[str] = []
+        for stage, setting, batches in _SITUATIONS.values():
+            gains: list[tuple[Seeds, Seeds]] = []
+            for arm, batch in itertools.product(arms, batches):
+                ours = runs(stage, arm, batch, setting)
+                if ours:
+                    gains.append((ours, runs(stage, PEER, batch, setting)))
+                    results += ours.values()
+            cells.append(gain(*gains[0]) if len(batches) == 1 and gains else range_of_gains(gains))
+        if set(cells) != {"-"}:
+            rows.append([title, *cells])
     return markdown(["points above `openclip`", *_SITUATIONS], rows, results)
 
 
-def gains_of_encoders() -> str:
-    """The table of `gains_by_situation` for the two main situations, without the line that names the source."""
-    main = ("frozen, 12 epochs", "from scratch, 2 epochs")
-    rows, _ = _gains_by({title: _SITUATIONS[title] for title in main})
-    return grid(["points above `openclip`", *main], rows)
+def range_of_gains(gains: Iterable[tuple[Seeds, Seeds]]) -> str:
+    """Return the smallest and the largest of some mean differences of the recall, or a dash if there are none."""
+    means: list[float] = []
+    for ours, theirs in gains:
+        shared = ours.keys() & theirs.keys()
+        means.append(statistics.mean(ours[seed].recall - theirs[seed].recall for seed in shared))
+    return _range(means)
 
 
-def _gains_by(situations: Mapping[str, tuple[str, str]]) -> tuple[list[list[str]], list[Result]]:
-    """Return a row for each group of losses with its range of gains in each situation, and the results in the rows."""
-    rows: list[list[str]] = []
-    results: list[Result] = []
-    for title, arms in _GROUPS.items():
-        row = [title]
-        for stage, setting in situations.values():
-            means: list[float] = []
-            for batch in batches_of(stage):
-                peer = runs(stage, PEER, batch, setting)
-                for arm in arms:
-                    ours = runs(stage, arm, batch, setting)
-                    shared = sorted(ours.keys() & peer.keys())
-                    if shared:
-                        means.append(statistics.mean(ours[seed].recall - peer[seed].recall for seed in shared))
-                        results += ours.values()
-            row.append(_range(means))
-        rows.append(row)
-    return rows, results
+def gains_on_heads(*arms: str) -> str:
+    """Return the range of the gains of arms over OpenCLIP at all batch sizes, for a sentence."""
+    gains: list[tuple[Seeds, Seeds]] = []
+    for arm, batch in itertools.product(arms, batches_of("finals")):
+        if ours := runs("finals", arm, batch):
+            gains.append((ours, runs("finals", PEER, batch)))
+    return f"{range_of_gains(gains).replace('+', '')} points"
 
 
 def _range(values: Sequence[float]) -> str:
@@ -536,5 +566,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "study_pairs_of_trained_towers": pairs_of_trained_towers,
     "study_fine_tuning": fine_tuning,
     "study_gains_by_situation": gains_by_situation,
-    "study_gains_of_encoders": gains_of_encoders,
+}
+VALUES: Mapping[str, Callable[[], str]] = {
+    "gain_of_queue_on_heads": lambda: gains_on_heads(QUEUE),
+    "gain_of_moving_averages_on_heads": lambda: gains_on_heads("sogclr", "fastclip_v1", "fastclip_v3"),
 }

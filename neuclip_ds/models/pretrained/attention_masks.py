@@ -1,8 +1,9 @@
 """Attention masks for transformers' text encoders, built without waiting for the device.
 
 transformers copies the padding mask from the device to the host to find out whether any caption is padded. This module
-avoids the copy. Causal encoders get no mask, which allows flash attention: captions are padded at the end, so caption
-tokens never attend to the padding. Other encoders get one (b, 1, T, T) mask for all layers.
+avoids the copy. Causal encoders ignore the padding mask: captions are padded at the end, so caption tokens never attend
+to the padding. Without a mask, flash attention is possible; only layers with a sliding window shorter than the captions
+still need one. Other encoders get a (b, 1, T, T) mask, which layers of the same kind share.
 """
 
 from typing import Any

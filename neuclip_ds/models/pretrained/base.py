@@ -23,8 +23,8 @@ from neuclip_ds.models.towers import DualEncoder
 
 Interpolation = Literal["bicubic", "bilinear"]  # of images, antialiased
 
-# a run's initial logit parameters, preprocessing and hash of the weights of `model.pretrained`, next to the library's
-# files
+# file with a run's initial logit parameters, its preprocessing and the hash of the weights of `model.pretrained`, next
+# to the library's files
 START_FILE = "start.json"
 _START_HASH = "weights"  # key of the hash
 
@@ -56,7 +56,7 @@ class Preprocessing:
     interpolation: Interpolation = "bicubic"  # used for resizing
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON, with lists in place of tuples; omit defaults of the last two fields."""
+        """Return the fields in a JSON-compatible form; omit the last two fields if they have their defaults."""
         fields = {"size": self.size, "mean": list(self.mean), "std": list(self.std), "squash": self.squash}
         if self.margin:
             fields["margin"] = self.margin
@@ -142,7 +142,7 @@ class ModelSource(ABC):
 
         Args:
             tokenizer: the model's tokenizer.
-            weights: tensors under the names of the built model without adapters.
+            weights: the model's tensors, named as in the result of `build` without adapters.
             logits: the temperature and the bias.
         """
 
@@ -167,7 +167,7 @@ class ModelSource(ABC):
 
 
 def read_start_hash(folder: Path) -> str | None:
-    """Read the hash that `ModelSource.save` wrote; None for random weights and for runs of earlier versions."""
+    """Read the hash that `ModelSource.save` wrote; None without `model.pretrained` and for runs of earlier versions."""
     start_hash: str | None = read_json(folder / START_FILE).get(_START_HASH)
     return start_hash
 

@@ -102,7 +102,7 @@ def first_file(folder: Path, names: Sequence[str]) -> Path | None:
 
 
 def save_small_files(source: Path, folder: Path) -> None:
-    """Copy a checkpoint's files, except the weights, to a folder."""
+    """Copy the files of a checkpoint that match SMALL_FILES to a folder, but not the index of the weights."""
     for pattern in SMALL_FILES:
         for path in source.glob(pattern):
             if not path.name.endswith(".index.json"):

@@ -1,6 +1,7 @@
 """Image encoders of the timm library as towers, given by ARCHITECTURE.TAG, ARCHITECTURE/FILE or a folder.
 
-A folder contains the weights and timm's config.json, which gives the architecture and the preprocessing.
+ARCHITECTURE alone stands for timm's default weights. A folder contains the weights and timm's config.json, which gives
+the architecture and the preprocessing.
 """
 
 from collections.abc import Mapping

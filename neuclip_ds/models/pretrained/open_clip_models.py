@@ -1,6 +1,6 @@
 """open_clip checkpoints: ARCHITECTURE/TAG, ARCHITECTURE/FILE, or a folder with open_clip_config.json and weights.
 
-Every model is built with its text tower as a separate module (open_clip's CustomTextCLIP), because ZeRO-3 gathers a
+Every model is built with its text tower as a separate module (open_clip's CustomTextCLIP), because ZeRO 3 gathers a
 parameter when its module runs. For exported files, `config_names` restores the tensor names that open_clip expects.
 """
 
@@ -258,7 +258,10 @@ def architecture(config: Mapping[str, Any], where: str) -> Any:
 
 
 def _set_timm_image_size(visual: Any, vision_config: Mapping[str, Any]) -> None:
-    """Set the image size of timm's model, which open_clip builds with timm's own size."""
+    """Set the image size of timm's model, which open_clip builds with timm's own size.
+
+    Raises UserError if the model takes only images of its own size, or the size is not divisible into patches.
+    """
     name = vision_config["timm_model_name"]
     size = vision_config.get("image_size", _IMAGE_SIZE)
     own_size = fixed_image_size(name)
@@ -380,7 +383,7 @@ def _use_own_encoder(config: dict[str, Any], folder: Path) -> None:
 
 
 def _read_configs(ref: CheckpointRef) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a checkpoint's `model_cfg` and `preprocess_cfg`."""
+    """Return a checkpoint's `model_cfg` and `preprocess_cfg`; raise UserError if its config file has no `model_cfg`."""
     if not ref.name:
         content = read_json(Path(ref.path) / CONFIG_FILE)
         if not isinstance(content.get("model_cfg"), dict):

@@ -14,7 +14,8 @@ def pack_open_clip_text(trunk: Any) -> Pack | None:
     """Let a text trunk of open_clip take packed captions, and return the function to pack them.
 
     A trunk needs padded captions if it is of another class (an encoder from transformers), if it has other blocks,
-    bidirectional attention or CoCa's class token, or if it is pooled at the first or last position.
+    bidirectional attention or CoCa's class token, if it also returns tokens, or if it is pooled at the first or last
+    position.
 
     Args:
         trunk: the text trunk, which is changed in place.

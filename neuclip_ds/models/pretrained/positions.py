@@ -17,7 +17,9 @@ _TEXT = "text"  # the names of a text tower's tensors start with this in each li
 
 
 def resample_positions(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors whose position embeddings have the expected shapes; all other tensors are returned unchanged.
+    """Return the tensors with position embeddings resampled to the expected shapes.
+
+    Other tensors, and position embeddings that cannot be resampled, are returned unchanged.
 
     Args:
         tensors: the tensors of a dual encoder by name.

@@ -83,7 +83,7 @@ class PretrainedTextTower(TextTower):
             weight = is_token.unsqueeze(2)
             total = (hidden.float() * weight).sum(dim=1)
             return (total / weight.sum(dim=1)).to(hidden.dtype)
-        last = is_token.sum(dim=1) - 1  # (b,) positions; the tokenizer has made sure that EOS is there
+        last = is_token.sum(dim=1) - 1  # (b,) positions; for `eos`, the tokenizer puts EOS there
         rows = torch.arange(len(x), device=x.device)
         return hidden[rows, last]
 
@@ -261,7 +261,10 @@ class TextEncoderSource:
 
 
 def _read_pooling(folder: Path, option: str) -> Pooling:
-    """Return the pooling that `TextEncoderSource.save` or sentence-transformers wrote; `option` is for messages."""
+    """Return the pooling that `TextEncoderSource.save` or sentence-transformers wrote; `option` is for messages.
+
+    Raises UserError if there is no such file, or its pooling or another module in it is not supported.
+    """
     fix = f"set {option} to one of {', '.join(POOLINGS)}"
     if (folder / _POOLING_FILE).is_file():
         saved: Pooling = read_json(folder / _POOLING_FILE)["pooling"]
@@ -287,7 +290,10 @@ def _read_pooling(folder: Path, option: str) -> Pooling:
 
 
 def _read_config(folder: Path) -> tuple[Any, Any]:
-    """Return an encoder's config and the class of transformers that builds it, without a decoder."""
+    """Return an encoder's config and the class of transformers that builds it, without a decoder.
+
+    Raises UserError if the model also encodes images, or if its encoder cannot be loaded without its decoder.
+    """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     if hasattr(config, "vision_config"):
         raise UserError(

@@ -256,7 +256,10 @@ def _read_preprocessing(folder: Path, image_size: Any, siglip: bool) -> Preproce
 
 
 def _read_statistics(processor: Mapping[str, Any], path: Path) -> tuple[Channels, Channels]:
-    """Return the mean and the standard deviation of pixels in [0, 1] with which images are normalized."""
+    """Return the mean and the standard deviation of pixels in [0, 1] with which images are normalized.
+
+    Raises UserError if they are missing, or if pixels are not rescaled to [0, 1].
+    """
     factor = processor.get("rescale_factor", 1 / 255)
     if not (processor.get("do_rescale", True) and math.isclose(factor, 1 / 255, rel_tol=1e-6)):
         raise UserError(f"{path} does not rescale pixels by 1/255, the only supported factor: use another checkpoint.")
@@ -277,7 +280,7 @@ class _Geometry(NamedTuple):
 
 
 def _read_geometry(processor: Mapping[str, Any], path: Path, siglip: bool) -> _Geometry:
-    """Return how an image processor resizes and crops; raise UserError for non-square images or padding."""
+    """Return how an image processor resizes and crops images; raise UserError if this is not supported."""
     crops = processor.get("do_center_crop", not siglip)
     size = processor.get("size")
     if isinstance(size, int):  # in files of old versions

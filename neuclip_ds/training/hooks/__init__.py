@@ -25,10 +25,10 @@ class Hook:
     `metrics`, `events` (see `start`), and `stop_requested`. To end the loop after the current step with a checkpoint,
     set `loop.stop_requested = True` on all ranks.
 
-    The `result` of a step has these attributes: `step` (number of steps done), `loss`, `tau`, `lr`, `grad_norm` (of the
-    encoders), `applied` (False if the step was skipped), `skipped` (number of skipped steps so far), `batch` (this
-    rank's samples, without pixels), `seconds` (duration of the step), and `waited` (seconds of it spent waiting for the
-    batch).
+    The `result` of a step has these attributes: `step` (number of steps done), `loss`, `tau` (the temperature, or None
+    if the loss has none), `lr`, `grad_norm` (of the encoders), `applied` (False if the step was skipped), `skipped`
+    (number of skipped steps so far), `batch` (this rank's samples, without pixels), `seconds` (duration of the step),
+    and `waited` (seconds of it spent waiting for the batch).
 
     Attributes:
         in_recovery: whether the hook also runs during the recovery of statistics (`recovery.*`).
@@ -74,7 +74,7 @@ class Hook:
         """Called after a step; `result` is equal on all ranks, except for its batch and times."""
 
     def finish(self, loop: Loop) -> None:
-        """Called after the last step, unless the loop was stopped earlier."""
+        """Called after the last step, unless a stop was requested."""
 
     def state(self, loop: Loop) -> dict[str, Any]:
         """Return the hook's state for a checkpoint (JSON-compatible, equal on all ranks); called on all ranks.

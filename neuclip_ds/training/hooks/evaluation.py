@@ -72,7 +72,8 @@ class EvaluateModel(Hook):
     def _measure(self, loop: Loop) -> None:
         """Evaluate now, and keep a checkpoint of this step if `run.best_metric` has its best value so far.
 
-        A checkpoint is saved before the evaluation, because a stop signal ends the evaluation immediately.
+        Results that an earlier launch recorded for this step are reused. Otherwise, a checkpoint is saved before the
+        evaluation, because a stop signal ends the evaluation immediately.
         """
         results = self._recorded_results(loop)
         name = loop.context.config.run.best_metric
@@ -138,7 +139,7 @@ class EvaluateModel(Hook):
             loop.events.add(loop.done, "below_start", message)
 
     def _keep_if_best(self, loop: Loop, result: Best) -> None:
-        """Save a checkpoint and record it as the best if no earlier result is better."""
+        """Save a checkpoint and record it as the best if its result is better than the best one so far."""
         best = self._best_so_far(loop, result.metric)
         if best == result:
             return
@@ -155,7 +156,7 @@ class EvaluateModel(Hook):
     def _best_so_far(self, loop: Loop, metric: str) -> Best | None:
         """Return the best evaluation so far, or None if there is none.
 
-        If best.json is lost or damaged, metrics.jsonl still contains the scores of the steps whose checkpoints exist.
+        If best.json is lost or damaged, metrics.jsonl gives the best of the earlier steps whose checkpoints exist.
         """
         best = loop.checkpoints.best()
         if best is not None:

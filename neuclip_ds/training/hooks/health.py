@@ -63,8 +63,9 @@ class LossSpikeDetector:
     """Detects loss spikes by comparing each loss with robust statistics of the preceding losses.
 
     The level is the median of the last 100 losses; the deviation is 1.4826 times their median absolute deviation (the
-    standard deviation if losses are Gaussian). A spike is a loss above `level + 10 * deviation`. By chance, Gaussian
-    losses practically never exceed this threshold, and Laplace-distributed losses exceed it once in about 60,000 steps.
+    standard deviation if losses are Gaussian), but at least 0.1% of the level. A spike is a loss above `level + 10 *
+    deviation`, once there have been 50 losses. By chance, Gaussian losses practically never exceed this threshold, and
+    Laplace-distributed losses exceed it once in about 60,000 steps.
     After a spike, no new spike is reported for 100 steps; a loss that stays high longer becomes the new level.
     """
 
@@ -98,7 +99,8 @@ class LossSpikeDetector:
 class StallDetector:
     """Detects steps that wait for this rank's loader far longer than the median duration of a step.
 
-    The first step after a launch is ignored, because the worker processes are still starting and filling their queues.
+    The wait must exceed both 2 seconds and 5 times the median over the last 50 steps. The first step after a launch is
+    ignored, because the worker processes are still starting and filling their queues.
     """
 
     def __init__(self) -> None:

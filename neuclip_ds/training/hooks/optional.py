@@ -23,7 +23,7 @@ _STEPS_BEFORE_PROFILE = 10  # steps before the profile, in which caches fill and
 
 
 def optional_hooks(config: Config) -> list[Hook]:
-    """Return the hooks that a config enables; raise `UserError` if one needs a missing library."""
+    """Return the hooks that a config enables, and `WriteReport`; raise `UserError` if one needs a missing library."""
     run = config.run
     hooks: list[Hook] = []
     if run.profile_steps:

@@ -43,9 +43,9 @@ _MAX_FINAL_WAIT = 1500.0  # longest time in seconds for the last copies; other r
 class CopyRun(Hook):
     """Copies metrics, logs, and the newest and best checkpoints from rank 0 to the remote store, one copy at a time.
 
-    A checkpoint saved during a copy is skipped unless it is the newest or best. A failure is recorded as an event and
-    does not end the run. A run starts from the newest intact checkpoint in its folder or its copy, and ends by copying
-    its final files.
+    Each copy contains the checkpoints that are the newest and the best when it starts, so checkpoints saved during an
+    earlier copy may be skipped. A failure is recorded as an event and does not end the run. A run starts from the
+    newest intact checkpoint in its folder or its copy, and ends by copying its final files.
     """
 
     in_recovery = True
@@ -161,7 +161,7 @@ def restore(run: RunConfig, communicator: Communicator, *folders: Path) -> None:
 
 
 def _restore_folder(url: str, communicator: Communicator, folder: Path) -> bool:
-    """Restore one folder; return whether it has an intact checkpoint now, or False if there are no checkpoints."""
+    """Restore one folder; return whether it contains a checkpoint now, local or fetched."""
 
     def list_both() -> tuple[list[str], list[str], list[str]]:
         local_names = [path.name for path in all_checkpoints(folder / "checkpoints")]
