@@ -70,6 +70,8 @@ def select(
         if name not in data.schema.names:
             raise UserError(f"{files[0]} has no column {name}: choose {option} from {', '.join(data.schema.names)}.")
     uid_lists = [UidFiles([path]) for path in within]
+    for uid_list in uid_lists:
+        uid_list.check_order()
     minimum = rule.minimum
     if rule.top is not None:
         minimum = max(minimum, _threshold(data, column, rule.top))
