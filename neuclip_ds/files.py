@@ -25,7 +25,7 @@ from neuclip_ds.limits import fix_of_limit
 log = logging.getLogger(__name__)
 
 _CHUNK = 16 << 20
-_FIX_OF_CACHE = "set data.cache_dir or TMPDIR to another folder"
+FIX_OF_CACHE = "set data.cache_dir, --cache-dir or TMPDIR to another folder"
 _failures: dict[Path, int] = {}  # how often each path given to `best_effort` could not be written
 
 
@@ -262,7 +262,7 @@ def explain_disk(path: Path, remedy: str = "choose another --run.output-dir") ->
         raise UserError(f"{problem}. Make room or give write permission there, or {remedy}.") from error
 
 
-def private_folder(fix: str = _FIX_OF_CACHE) -> Path:
+def private_folder(fix: str = FIX_OF_CACHE) -> Path:
     """Return this user's shard cache in the system's temporary folder; create the cache if it does not exist.
 
     Raises:

@@ -25,11 +25,15 @@ def main(arguments: Sequence[str]) -> None:
     run_help = "a run's folder (its newest checkpoint), or a checkpoint in it"
     parser.add_argument("run", type=Path, nargs="?", help=run_help)
     parser.add_argument(
-        "--soup", type=Path, nargs="+", metavar="RUN", help="runs whose weights to average and export, instead of RUN"
+        "--soup",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="runs whose weights are averaged and exported, instead of RUN",
     )
     forms = ("transformers", "open_clip", "sentence_transformers")
     parser.add_argument(
-        "--format", choices=forms, default="transformers", help="library that is to load the exported model"
+        "--format", choices=forms, default="transformers", help="library that will load the exported model"
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write to; must be absent or empty")
     parser.add_argument("--best", action="store_true", help="export the run's best checkpoint (run.best_metric)")

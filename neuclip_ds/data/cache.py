@@ -33,7 +33,7 @@ from neuclip_ds.data.node_tables import NodeTables, files_in, name_of
 from neuclip_ds.data.partial_shard import ARRIVED, DATA, PartialShard, has_arrived
 from neuclip_ds.distributed.stop_signals import deferring
 from neuclip_ds.errors import UserError
-from neuclip_ds.files import checksum_of, explain_disk
+from neuclip_ds.files import FIX_OF_CACHE, checksum_of, explain_disk
 from neuclip_ds.limits import fix_of_limit
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,6 @@ _POLL = 0.05  # seconds
 _POLL_PIECES = 0.005  # seconds between checks for the pieces of a shard
 _POLL_OWNER = 1.0  # seconds between checks whether the process that fetches a shard in pieces still runs
 _BLOCK_OF_STAT = 512  # bytes, the unit of `st_blocks`
-_FIX = "set data.cache_dir, --cache-dir or TMPDIR to another folder"
 
 
 class ShardCache:
@@ -77,7 +76,7 @@ class ShardCache:
         self._max_outage = max_outage
         self._backoff = backoff
         self._begun: set[str] = set()  # names of the shards that this process fetches in pieces
-        with explain_disk(folder, _FIX):
+        with explain_disk(folder, FIX_OF_CACHE):
             for name in ("shards", "fetching", "locks", "failed"):
                 (folder / name).mkdir(parents=True, exist_ok=True)
         status = os.statvfs(folder)
@@ -118,7 +117,7 @@ class ShardCache:
         except FetchError:
             raise
         except OSError as error:
-            fix = fix_of_limit(error) or f"make room or give write permission there, or {_FIX}"
+            fix = fix_of_limit(error) or f"make room or give write permission there, or {FIX_OF_CACHE}"
             raise UserError(f"The shard cache {self._folder} cannot be used ({error}); {fix}.") from error
         return self._shard(url)
 
