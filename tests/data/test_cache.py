@@ -262,7 +262,7 @@ def test_a_folder_of_others_is_refused(planted: str, temporary: Path, monkeypatc
         monkeypatch.setattr(os, "getuid", lambda: uid + 1)
     with pytest.raises(
         UserError,
-        match=r"^The shard cache .* only you can write to; set data.cache_dir, --cache-dir or TMPDIR to another folder\.$",
+        match=r"^The shard cache .* only you can write to; set data.cache_dir, .* or TMPDIR to another folder\.$",
     ):
         private_folder()
     assert not any(elsewhere.iterdir())
