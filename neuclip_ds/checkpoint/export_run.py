@@ -16,7 +16,7 @@ from neuclip_ds.checkpoint.saved_model import (
 )
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import counted
-from neuclip_ds.files import check_unused, new_folder
+from neuclip_ds.files import check_unused, explain_disk, new_folder
 from neuclip_ds.models.conversion import write_library_model
 
 
@@ -101,6 +101,6 @@ def _write(
     """Write a model to a new folder in a library's format, with the model card of a checkpoint's run."""
     library_model = model.source.to_library_model(model.tokenizer, model.weights, model.logits)
     card = model_card(open_run(checkpoint).config, checkpoint, library, license, average, mixture)
-    with new_folder(folder) as unfinished:
+    with explain_disk(folder, "choose another folder"), new_folder(folder) as unfinished:
         write_library_model(library_model, library, unfinished)
         (unfinished / "README.md").write_text(card, encoding="utf-8")

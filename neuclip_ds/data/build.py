@@ -1,9 +1,10 @@
 """Build manifests: in memory when a run starts, or on disk with many processes for large datasets.
 
 Indices are assigned in the order of the paths, regardless of the order in which the shards were scanned. After an
-interrupted build on disk, the next build scans only the shards that have no results yet, even if its list of shards
-differs. Each group of shards has a JSON file of results, whose name begins with a hash of the options, and may have a
-file of sample tables. Files that were truncated by an interrupted write are ignored.
+interrupted build on disk, the next build with the same options scans only the shards that have no results yet or that
+have a different size, even if its list of shards differs. Each group of shards has a JSON file of results, whose name
+begins with a hash of the options, and may have a file of sample tables. Files that were truncated by an interrupted
+write are ignored.
 """
 
 import hashlib
@@ -56,7 +57,7 @@ def build_manifest(
     """Build an in-memory manifest of the tar files at `paths`, in the given order.
 
     By default, there is one worker process per 16 shards, and at most one per CPU; `processes=1` scans in this process.
-    Raises UserError if a shard cannot be read, or if the shards contain no samples, no images or no captions.
+    Raises UserError if a shard cannot be read, or if no sample has both an image and a caption.
     """
     processes = processes or min(os.cpu_count() or 1, 1 + len(paths) // _SHARDS_PER_PROCESS)
     with process_pool(processes) if processes > 1 else nullcontext() as pool:
@@ -85,8 +86,9 @@ def open_manifest(
     modification times. It is reused until one of them changes or the stored manifest is damaged. Several processes may
     call this function at the same time. `processes` is as in `build_manifest`.
 
-    Raises UserError if no shard is found, if a shard is unusable, is listed twice, or is remote and `source` is not a
-    manifest folder, or if the sample tables of a manifest folder lack members that contain captions.
+    Raises UserError if no shard is found; if a shard is unusable, is listed twice, or is remote and `source` is not a
+    manifest folder; if the sample tables of a manifest folder lack members that contain captions; or if `source` cannot
+    be read or `cache` cannot be written.
     """
     if source and is_manifest(source):
         manifest = load_manifest(source)
@@ -136,7 +138,7 @@ def _fingerprint(paths: Sequence[str], options: ScanOptions) -> str:
 
 
 def _size_of(path: str) -> int | None:
-    """Return a shard's size in bytes, or None if it is not a local file that exists; the scan reports the problem."""
+    """Return a shard's size in bytes, or None if the shard is remote or missing; the scan reports a missing shard."""
     if not is_local(path):
         return None
     try:
@@ -324,7 +326,7 @@ def _write_scans(path: Path, scans: Sequence[Scan]) -> None:
 
 
 def _read_scans(path: Path, tables: Path | None) -> list[Scan]:
-    """Read the scans of a group, omitting scans whose sample tables no longer exist."""
+    """Read the scans of a group, omitting scans whose sample tables no longer exist; return [] for a truncated file."""
     scans = []
     try:
         rows = json.loads(path.read_bytes())
@@ -348,7 +350,10 @@ def _read_scans(path: Path, tables: Path | None) -> list[Scan]:
 
 
 def _warn_of_repeats(manifest: Manifest) -> None:
-    """Log a warning if samples have the same uid or image checksum; the check takes 8 bytes of RAM per sample."""
+    """Log a warning if samples have the same uid, and another one if they have the same image checksum.
+
+    The check takes 16 bytes of RAM per sample. It is skipped if there are no sample tables or over 500 million samples.
+    """
     if manifest.samples is None or manifest.n > _MOST_COMPARED:
         return
     tables = manifest.samples

@@ -41,12 +41,14 @@ log = logging.getLogger(__name__)
 _RETRY_AFTER = 60.0  # seconds after which a shard that could not be fetched is tried again
 _POLL = 0.05  # seconds
 _POLL_PIECES = 0.005  # seconds between checks for the pieces of a shard
-_POLL_OWNER = 1.0  # seconds between checks whether the process that fetches a shard in pieces still runs
+_POLL_OWNER = 1.0  # seconds between checks of whether the process that fetches a shard in pieces still runs
 _BLOCK_OF_STAT = 512  # bytes, the unit of `st_blocks`
 
 
 class ShardCache:
-    """A least-recently-used cache of complete shards. Raises UserError if the folder cannot be used as a cache.
+    """A least-recently-used cache of complete shards.
+
+    Raises UserError if the folder cannot be used as a cache, or if its disk is smaller than `capacity_bytes`.
 
     Args:
         folder: a folder that only this node uses, on a disk that supports flock. Anyone who can write to the folder can
@@ -187,7 +189,7 @@ class ShardCache:
         return is_intact
 
     def abandon(self, shard: PartialShard) -> None:
-        """Remove the files of a shard that was fetched in pieces."""
+        """Remove the files of a shard that was fetched in pieces, and release its lock."""
         shutil.rmtree(shard.folder, ignore_errors=True)
         self._begun.discard(name_of(shard.url))
         shard.lock.release()
@@ -226,8 +228,8 @@ class ShardCache:
     def _try_to_fetch(self, url: str, size: int, crc32: int | None, retries: Retries) -> float:
         """Fetch a shard unless another process is doing so or space is short.
 
-        Returns how many seconds to wait before checking again whether the shard is cached. Raises FetchError if the
-        shard is missing or damaged, and UserError as `Retries.pause_after` does.
+        Returns how many seconds to wait before checking again whether the shard is cached. Raises the same errors as
+        `Retries.pause_after`, and FetchError if the shard could not be fetched in the last minute.
         """
         name = name_of(url)
         failed = self._folder / "failed" / name
@@ -272,7 +274,7 @@ class ShardCache:
     def _reserve(self, name: str, size: int) -> Path | None:
         """Make space for a shard whose lock the caller holds, by evicting the least recently used shards.
 
-        Returns a folder for the partial file, or None if other processes have reserved the space for their shards.
+        Returns a folder for the partial file, or None if other shards that are being fetched have reserved the space.
         """
         fetching = self._folder / "fetching"
         free = self.capacity_bytes

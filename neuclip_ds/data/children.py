@@ -103,7 +103,7 @@ def _describe_first_end(processes: Sequence[SpawnProcess]) -> str:
 def describe_exit(code: int) -> str:
     """Describe how a child process ended and, where possible, suggest a fix.
 
-    `code` is the exit code of the process: the negative number of the signal that ended it, if a signal did.
+    `code` is the exit code of the process, which is -N if signal N ended the process.
     """
     if code == -signal.SIGKILL:
         return "was killed (SIGKILL); if memory ran out, close other programs, or lower --processes (build-manifest)"

@@ -88,7 +88,7 @@ class SampleReader:
         self._reader = TarReader(manifest, members, cache)
 
     def prefetch(self, indices: Sequence[int]) -> None:
-        """Start reading all of the given samples of local shards concurrently."""
+        """Start concurrent reads of the given samples, except samples of remote shards."""
         self._reader.prefetch_samples(indices)
 
     def read(self, index: int, with_image: bool = True) -> RawSample | str:
@@ -125,10 +125,10 @@ class PairDataset:
     """The image-caption pairs of a manifest. The contents of a batch depend only on its (epoch, index) pairs.
 
     `seed` seeds the augmentation and the choice among a sample's captions. Batches contain the rows of `tables`: the
-    features of the drawn caption, and of the drawn crop if a table has random crops. In that case, `random_crops` is
-    the number N of crops, and epoch e augments images as epoch e mod N does; otherwise, it is 0. The tables
-    `image_features` and `text_features` replace the images and the captions, which are then not decoded or tokenized.
-    With both of these tables, no shard is read, unless the draw of a caption depends on weights.
+    features of the drawn caption, and of the drawn crop if a table has random crops. With such a table, `random_crops`
+    is the number N of crops, and epoch e augments images as epoch e mod N does; otherwise, `random_crops` is 0. The
+    tables `image_features` and `text_features` replace the images and the captions, which are then not decoded or
+    tokenized. With both of these tables, no shard is read, unless the draw of a caption depends on weights.
     """
 
     def __init__(
@@ -162,7 +162,8 @@ class PairDataset:
     def batch(self, items: Sequence[tuple[int, int]]) -> Batch:
         """Return a batch with one row per (epoch, index) pair; an index of -1 gives a padding row.
 
-        Raises UserError if a shard differs from its description in the manifest, or if a table has changed.
+        Raises UserError if a shard differs from its description in the manifest or cannot be fetched, or if a table has
+        changed or lacks captions.
         """
         # the random numbers of each row: the seed of its augmentation, and the number that draws its caption
         epochs, indices = np.array(items, dtype=np.int64).reshape(-1, 2).T
@@ -266,12 +267,12 @@ class PairDataset:
 class _Pair:
     """The parts of a sample that training uses."""
 
-    pixels: Tensor | None  # uint8 (3, H, W)
-    caption: DrawnCaption | None
+    pixels: Tensor | None  # uint8 (3, H, W); None if training reads no images
+    caption: DrawnCaption | None  # None if training reads no captions
 
 
 def _spread(values: Tensor | None, rows: Tensor, is_kept: Tensor, size: int) -> Tensor | None:
-    """Return (size, d) values: those of the given rows that are kept, and zeros in all other rows."""
+    """Return (size, d) values: those of the given rows that are kept, and zeros in all other rows; None for None."""
     if values is None:
         return None
     result = values.new_zeros(size, values.shape[1])

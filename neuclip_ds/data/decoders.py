@@ -5,16 +5,17 @@
 Other members work in the same way, for example `syn.txt` and `blip.json:caption`.
 
 Without weights, all captions of a sample are equally likely. With a weight for each source, training first draws one of
-the sources that have a caption for the sample, and then one of that source's captions. A sample without a synthetic
-caption therefore always gets its original caption. The draw is a pure function of a hash of (seed, epoch, index).
+the sources that have a caption for the sample, in proportion to their weights, and then one of that source's captions.
+With the sources `txt` and `syn.txt`, for example, a sample without a synthetic caption always gets its original
+caption. The draw depends only on the sample's captions, the weights, and a hash of (seed, epoch, index).
 
 To suit every tokenizer, invalid UTF-8 and lone surrogates (which JSON can encode) become U+FFFD, NUL becomes a space,
 and captions are truncated to 10,000 characters.
 
 This module decodes images with PIL; `neuclip_ds.data.images` contains a faster decoder. Either way, PIL reads the
 header. Only formats that occur in web crawls are tried (an EPS file would start Ghostscript), and images with too many
-pixels are rejected. The result is 8-bit RGB: only the high byte of 16-bit channels is kept, alpha is dropped as in
-open_clip and timm, and an animation is reduced to its first frame.
+pixels or an extreme aspect ratio are rejected. The result is 8-bit RGB: only the high byte of 16-bit channels is kept,
+alpha is dropped as in open_clip and timm, and an animation is reduced to its first frame.
 
 This module does not import torch, because that takes seconds in each process that scans or packs shards.
 """
@@ -45,7 +46,7 @@ JSON = "json"
 _LINES = "lines"
 _NAME = re.compile(r"((?:[^.:/]+\.)*)(txt|json)(?::(.+))?")  # the extension of a member, and the key
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_MAX_CHARACTERS = 10_000  # more than any text tower's context; a tokenizer takes seconds for megabytes
+_MAX_CHARACTERS = 10_000  # far more than captions need; a tokenizer takes seconds for megabytes
 
 
 class _Source(NamedTuple):

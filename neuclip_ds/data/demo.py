@@ -4,10 +4,11 @@
     FOLDER/val/00000.tar, ...          held-out pairs
     FOLDER/zero_shot/                  CLIP_benchmark's webdataset layout; each class is a color and a shape
 
-Each pair is a pure function of (seed, split, index). The number of processes therefore does not matter, a smaller set
-contains the first pairs of a larger one, and the same version of Pillow gives the same files. One pair in twenty is a
-near-duplicate, like the false negatives in scraped data: its image shows the scene of an earlier pair, and its caption
-uses a different template. By chance, a `val` pair may have the same caption as a `train` pair, but its image differs.
+Each pair is a pure function of (seed, split, size, index). The number of processes therefore does not matter, a smaller
+set contains the first pairs of a larger one, and the same version of Pillow gives the same files. About one pair in
+twenty is a near-duplicate, like the false negatives in scraped data: its image shows the scene of an earlier pair, and
+its caption uses a different template. By chance, a `val` pair may have the same caption as a `train` pair, but its
+image differs.
 """
 
 import hashlib
@@ -239,7 +240,7 @@ _Sampler = Callable[[int], dict[str, Any]]  # returns the sample at an index; pi
 
 
 def _write_shard(shard: tuple[Path, range, _Sampler]) -> int:
-    """Write the samples at some indices to a path, and return the number of samples.
+    """Write a shard, given as its path, its indices and a function that makes a sample; return the number of samples.
 
     The standard library writes the tar, because webdataset imports torch, which takes each process seconds.
     """

@@ -1,7 +1,8 @@
 """Fetch the samples of the first batches before the rest of their shards, so that training begins at once.
 
 Otherwise, the first batch would wait for a whole shard of every stream. Each shard that the next batches read is
-fetched in pieces: first the ranges of bytes with their samples, then everything else. No byte is fetched twice.
+fetched in pieces: first the ranges of bytes with their samples, then everything else. Pieces do not overlap, so no byte
+is fetched twice unless a piece fails and the whole shard is fetched instead.
 """
 
 from __future__ import annotations
@@ -115,7 +116,11 @@ class EarlySamples:
                     yield _Claim(sample.shard, shard, piece)
 
     def fetch_rest(self, number: int) -> bool:
-        """Fetch the unclaimed bytes of a begun shard, and wait for the rest; return whether the cache has the shard."""
+        """Fetch the unclaimed bytes of a begun shard, wait for the rest, and move the shard into the cache.
+
+        Returns whether this call moved the shard: False if the shard was not begun, if a piece failed, if the checksum
+        differs, or if another thread moves the shard.
+        """
         shard = self._begun.get(number)
         while shard is not None and not shard.is_complete:
             pieces = shard.claim_next(_REST_PIECES, _REST_BYTES)

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from neuclip_ds.files import atomic_write
@@ -33,7 +34,7 @@ PART_SUFFIX = ".safetensors"
 FORMAT = 2  # version of the part files
 PART_BYTES = "part_bytes"  # field of EMBEDDING: the size of each part, in the order of the shards
 TRUNK_OUTPUTS = "trunk_outputs"  # field of EMBEDDING: outputs of the trunks, whose last digits depend on the machine
-_NOT_OF_JOB = ("shards", "data", PART_BYTES, TRUNK_OUTPUTS)  # fields of EMBEDDING that may change in a job
+_NOT_OF_JOB = ("shards", "data", PART_BYTES, TRUNK_OUTPUTS)  # fields of EMBEDDING that may change during a job
 _METADATA = "part"  # the name under which a file's header stores the fields of the part
 _HEADER_LENGTH = struct.Struct("<Q")
 _DTYPES = {"F16": np.float16, "F32": np.float32, "I64": np.int64, "I32": np.int32}
@@ -75,7 +76,10 @@ def write_part(folder: Path, part: FeaturePart) -> None:
     # all fields in one entry, because safetensors writes several entries in an arbitrary order
     metadata = {_METADATA: json.dumps({"job": part.job, "shard": part.shard, "samples": part.samples})}
     with atomic_write(folder / part_name(part.shard)) as temporary:
-        save_file(tensors, temporary, metadata)
+        try:
+            save_file(tensors, temporary, metadata)
+        except SafetensorError as error:  # also if the disk is full
+            raise OSError(str(error)) from error
 
 
 def map_part(file: FileIO) -> FeaturePart:

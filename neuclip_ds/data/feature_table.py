@@ -52,7 +52,7 @@ class StoredFeatures:
 
 
 def join_features(pieces: Sequence[StoredFeatures]) -> StoredFeatures:
-    """Concatenate the rows of the same table's features."""
+    """Concatenate the rows of pieces, which must come from the same table."""
     images = [piece.image for piece in pieces if piece.image is not None]
     texts = [piece.text for piece in pieces if piece.text is not None]
     return StoredFeatures(
@@ -229,7 +229,8 @@ class FeatureTable:
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Return the rows of captions in a part's text features, and which of these captions were encoded.
 
-        Without `captions`, the rows are those of the first encoded caption of each sample.
+        Without `captions`, the rows are those of the first encoded caption of each sample. Raises UserError for any
+        other caption if only one caption of each sample was encoded.
         """
         assert part.text_start is not None and part.first_caption is not None
         start = part.text_start[positions]
@@ -258,7 +259,7 @@ class FeatureTable:
         return opened.part
 
     def _open(self, shard: int) -> "_OpenPart":
-        """Map a shard's file; raise OSError if that fails, or UserError if the file has changed since the start."""
+        """Map a shard's file; raise OSError if that fails, or UserError if it has changed since the run started."""
         try:
             return self._map(shard)
         except UserError:
@@ -372,7 +373,7 @@ class _OpenPart:
 
 
 def _version(status: os.stat_result) -> tuple[int, int]:
-    """Return a file's size and time of modification, at least one of which differs after a change."""
+    """Return a file's size and modification time, which show whether the file has changed."""
     return status.st_size, status.st_mtime_ns
 
 
@@ -441,8 +442,8 @@ def cached_bytes(tables: Iterable[FeatureTable], manifest: Manifest) -> NDArray[
 def random_crops(tables: Mapping[str, FeatureTable], crop_scale: float, seed: int) -> int:
     """Return the number of random crops through which training cycles, so that stored features match the images.
 
-    Epoch e then uses the crops of epoch e mod N. Returns 0 if no table has features of random crops. Raises UserError
-    if these tables have different numbers of crops, or if training crops images differently.
+    With N crops, epoch e uses the crops of epoch e mod N. Returns 0 if no table has features of random crops. Raises
+    UserError if tables have different numbers of random crops, or if training uses another crop scale or seed.
     """
     counts = {name: table.crops for name, table in tables.items() if table.has_random_crops}
     if not counts:

@@ -67,7 +67,7 @@ _jitter = random.Random()  # separate from the global generator, on which a run'
 class FetchError(OSError):
     """Raised if a shard does not exist, if it does not match the manifest, or if a limit of this machine was reached.
 
-    In the second case, `damaged` is true.
+    `damaged` is true if the shard does not match the manifest.
     """
 
     def __init__(self, message: str, damaged: bool = False) -> None:
@@ -87,8 +87,9 @@ class Retries:
     """Exponential backoff between attempts to fetch a shard.
 
     The pauses have random lengths of up to 1, 2, 4 ... times `backoff` seconds, and at most 60 s. Retries end when the
-    storage has failed for `max_outage` s, after five errors of one other kind (access is refused, the data are damaged,
-    or a limit of this machine is reached), or at once if the shard or its backend does not exist.
+    storage has failed for `max_outage` s; at the fifth error of one of three kinds (access is refused, the data are
+    damaged, or a limit of this machine is reached); or at once if the shard does not exist, or the address or its
+    backend is wrong.
     """
 
     def __init__(self, url: str, max_outage: float, backoff: float = 1.0) -> None:
@@ -237,8 +238,8 @@ def _chain(failure: BaseException) -> Iterator[BaseException]:
 def _kind_of_answer(error: BaseException) -> Kind | None:
     """Classify an error by the code and the HTTP status of the server's answer; return None if there is no status.
 
-    The libraries store them in different attributes: `status` (aiohttp), `status_code` (azure), `code` (gcsfs, google,
-    urllib) and `response` (botocore, requests and huggingface_hub).
+    The libraries store them in different attributes: `status` (aiohttp), `status_code` and `error_code` (azure), `code`
+    (gcsfs, google, urllib) and `response` (botocore, requests and huggingface_hub).
     """
     if type(error).__module__ == _PARSER:
         return None

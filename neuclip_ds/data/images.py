@@ -1,13 +1,14 @@
 """Decode an encoded image and transform it to uint8 pixels (3, H, W), which the model normalizes on the device.
 
-By default, simplejpeg decodes JPEGs to tensors, which PyTorch resizes several times as fast as PIL does, with the same
-kernel; pixels differ only by rounding. PIL decodes other formats and the JPEGs that simplejpeg rejects. Both decoders
-can scale a large JPEG down to 1/2, 1/4 or 1/8 in the DCT domain, which is much faster but changes pixels slightly.
+With `data.decoder=simplejpeg`, the default of a run, simplejpeg decodes JPEGs to tensors, which PyTorch resizes several
+times as fast as PIL does, with the same kernel; pixels differ only by rounding. PIL then decodes other formats and the
+JPEGs that simplejpeg rejects. Both decoders can scale a large JPEG down to 1/2, 1/4 or 1/8 in the DCT domain, which is
+much faster but changes pixels slightly.
 
-The geometry matches open_clip's, with antialiased interpolation. Training takes a random resized crop, always with
-bicubic interpolation. Evaluation takes the center of the resized image, or squashes the whole image to a square for
-models that were trained that way, with the model's interpolation. The augmentation depends only on `seed`, a hash of
-(data seed, epoch, index).
+The geometry matches open_clip's, with antialiased interpolation. Training takes a random resized crop with bicubic
+interpolation, or the same image as evaluation if `data.crop_scale` is 1. Evaluation takes the center of the resized
+image, or squashes the whole image to a square for models that were trained that way, with the model's interpolation.
+The augmentation depends only on `seed`, a hash of (data seed, epoch, index).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _PADDED = "a"  # a caption that is shorter than any context
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionLengths:
-    """Lengths of n captions in tokens of a tokenizer."""
+    """Lengths of n captions in a tokenizer's tokens."""
 
     tokens: NDArray[np.int64]  # (n,) tokens without padding, at most the context
     truncated: NDArray[np.bool_]  # (n,) whether the end of the caption is cut off
@@ -50,8 +50,8 @@ class Inspection:
 
     read: int  # samples that were read
     total: int  # samples in the dataset
-    sides: NDArray[np.int64]  # (m, 2) width and height in pixels of the readable images
-    captions: Sequence[str]  # all captions of the readable samples
+    sides: NDArray[np.int64]  # (m, 2) width and height in pixels of the usable samples' images
+    captions: Sequence[str]  # all captions of the usable samples
     repeated_images: int  # images with the same bytes as an earlier one
     unusable: Counter[str]  # samples that training would skip, by cause
     examples: Sequence[ExamplePair]
@@ -60,7 +60,7 @@ class Inspection:
 def inspect_pairs(
     manifest: Manifest, limit: int, examples: int, captions: CaptionSources = ("txt",), cache: ShardCache | None = None
 ) -> Inspection:
-    """Read up to `limit` evenly spaced samples, and keep up to `examples` of them as examples.
+    """Read up to `limit` samples, chosen by `evenly_spaced_indices`, and keep up to `examples` of them as examples.
 
     Raises UserError if a shard differs from its description in the manifest.
     """
@@ -107,8 +107,8 @@ def inspect_pairs(
 def caption_lengths(captions: Sequence[str], tokenize: Callable[[list[str]], Tensor], context: int) -> CaptionLengths:
     """Count the tokens of n captions with a tokenizer that truncates and pads.
 
-    A caption counts as truncated if its last word does not change the tokens. This test works with every tokenizer, but
-    a caption of one word never counts as truncated.
+    A caption counts as truncated if its last word does not change the tokens. This works with every such tokenizer, but
+    misses captions of one word, and captions whose last word is only partly cut off.
     """
     shortened = [caption.rpartition(" ")[0] for caption in captions]
     ids = tokenize([*captions, *shortened, _PADDED]).numpy()
@@ -159,7 +159,7 @@ def pair_warnings(
 
 
 def size_warnings(batch_size: int, samples: int) -> list[str]:
-    """Return a warning if one batch needs more samples than the dataset has."""
+    """Return a list with a warning if one batch needs more samples than the dataset has, else an empty list."""
     if batch_size <= samples:
         return []
     return [

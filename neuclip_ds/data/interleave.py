@@ -16,7 +16,7 @@ WINDOW = 8_000_000  # samples that are shuffled together on up to 16 nodes
 _WINDOW_PER_NODE = 500_000  # samples per node in the larger window for more than 16 nodes
 _WINDOW_RATIO = 2**-0.125  # ratio of successive window sizes, if several are tried
 _STREAMS = 64  # most streams on up to 64 nodes
-FULL = 0.9  # an interleave may need this fraction of a cache, and shards for later batches may fill it
+FULL = 0.9  # the fraction of a cache that an interleave may need, and that shards for later batches may fill
 _SMALLEST_BLOCK = 100
 
 
@@ -40,7 +40,8 @@ def choose_interleave(
     """Choose the interleave with the largest window that fits in the nodes' caches.
 
     The window has up to 8 million samples, or 500,000 per node on more than 16 nodes. If possible, it also fits in the
-    caches of half the nodes, so that the run can resume on half the nodes. A given `streams` or `block` is not changed.
+    caches of half the nodes, so that the run can resume on half the nodes. A given `streams` or `block` is not changed;
+    if both are given, the cache is not considered.
 
     Args:
         shards: the number of shards, which limits the number of streams.

@@ -24,8 +24,8 @@ def is_visible(name: str) -> bool:
 def files_below(folder: Path, extensions: Collection[str]) -> list[Path]:
     """Return the visible files with one of the extensions (lowercase, with the dot) at any depth, sorted by path.
 
-    A symlinked folder is listed once, even if several links lead to it, and not at all if it is also below `folder`.
-    Raises OSError if a folder cannot be listed.
+    The files in a symlinked folder are listed once, even if several links lead to it; if the linked folder is itself
+    below `folder`, they have their real paths. Raises OSError if a folder cannot be listed.
     """
     files: list[Path] = []
     seen: set[tuple[int, int]] = set()

@@ -31,7 +31,7 @@ class Shard:
     bytes: int
     n_bad: int = 0  # number of samples known to lack an image or a caption
     crc32: int | None = None  # checksum of the file; None if it was not computed
-    selection: int | None = None  # checksum of the listed samples' ordinals; None if all samples are listed
+    selection: int | None = None  # checksum of the listed samples' positions in the tar; None if all are listed
     layout: int | None = None  # checksum of all samples' names, offsets and sizes; None if they were not read
 
 

@@ -87,7 +87,10 @@ def _repeats(shards: Sequence[Shard]) -> Iterator[tuple[Shard, Shard]]:
 
 
 def _is_same(one: Shard, other: Shard) -> bool:
-    """Return whether two shards with the same path or layout contain the same samples; compare all bytes if needed."""
+    """Return whether two shards with the same path or layout contain the same samples; compare all bytes if needed.
+
+    Returns False if the bytes cannot be compared, because a shard is remote or cannot be read.
+    """
     if None not in (one.selection, other.selection) and one.selection != other.selection:
         return False  # different samples of the same shard
     if one.path == other.path:

@@ -1,4 +1,4 @@
-"""The sample order of several weighted sources: a pure function of (seed, step), as for a single source.
+"""The sample order of several weighted sources, which is a pure function like the order of a single source.
 
 All sources have the same number S of shard streams (neuclip_ds/data/order.py), and epochs are counted per source. The B
 rows of a batch form S blocks of B/S rows, one block for each stream. A pattern, fixed for all steps, assigns the rows

@@ -1,7 +1,7 @@
-"""Sample tables that all processes on a node share: each table is built once, as a memory-mapped file.
+"""Sample tables as memory-mapped files, which all processes on a node share.
 
 Private tables would take 50 bytes or more per sample in every worker. A file's name identifies the shard and the source
-of the table. The least recently used files are removed to make room. If no file can be written, each process keeps a
+of the table. The least recently used files are removed to make room. If a file cannot be written, each process keeps a
 private table.
 
 A file begins with a 32-byte header: a magic string, the CRC-32 of all later bytes, `flags`, the sample count, and the
@@ -29,14 +29,14 @@ from neuclip_ds.data.sample_table import MEMBERS, SampleTable
 log = logging.getLogger(__name__)
 
 _LOCKS = 64  # number of lock files; many tables share each file
-_TABLES_PER_CHECK = 64  # space is checked for only one in this many small tables, because it requires listing all files
+_TABLES_PER_CHECK = 64  # space is checked for only one in this many small tables, because the check lists all files
 _MAGIC = b"NDStable"
 _HEADER = struct.Struct("<8sIIqq")
 _SIGNED = 12  # offset of the first byte that the CRC-32 covers
 
 
 class NodeTables:
-    """A folder on this node for up to `capacity_bytes` of sample tables, created when the first table is written.
+    """A folder on this node for about `capacity_bytes` of sample tables, created when the first table is requested.
 
     Anyone who can write to the folder can change the data that ranks read.
     """
@@ -50,7 +50,8 @@ class NodeTables:
         """Return the table of a shard, mapped from its file; the first process that needs the table builds it.
 
         `source` identifies the data from which the table is built; its `repr` must be the same in all processes.
-        A table that was built from a different source is not used.
+        A table that was built from a different source is not used. If the file cannot be written, the result is in this
+        process's private memory.
         """
         path = self._folder / f"{name_of(shard)}.{name_of(repr(source))}"
         with suppress(OSError, ValueError):

@@ -87,7 +87,7 @@ def loader_options(data: DataConfig, communicator: Communicator, *manifests: Man
 
 
 def open_cache(data: DataConfig) -> ShardCache:
-    """Open this node's cache of remote shards and features; raise UserError if its folder cannot be used."""
+    """Open this node's cache of remote shards and features; raise UserError if its folder or size cannot be used."""
     return ShardCache(
         data.cache_dir or private_folder(),
         int(data.cache_gb * 1e9),
@@ -106,7 +106,7 @@ def open_tables(
 ) -> dict[str, FeatureTable]:
     """Open folders of features, given by name, on all ranks.
 
-    Raises UserError if a folder cannot be read, or as `FeatureTable` does, for example if it is for other data.
+    Raises UserError if a folder cannot be read, or as `FeatureTable` does, for example for features of other data.
     """
     tables = {}
     for name, folder in folders.items():
@@ -128,7 +128,10 @@ def iter_captions(
 
 
 def unused_sources(manifest: Manifest, captions: CaptionSources, cache: ShardCache | None = None) -> list[str]:
-    """Of several caption sources, return those that all checked samples lack; read at most one remote shard."""
+    """Return the caption sources that all checked samples lack; a single source is not checked.
+
+    At most one remote shard is read.
+    """
     if len(captions) < 2:
         return []
     unused = {name: Captions([name]) for name in captions}
@@ -141,7 +144,7 @@ def unused_sources(manifest: Manifest, captions: CaptionSources, cache: ShardCac
 def _iter_texts(
     manifest: Manifest, limit: int, captions: Captions, cache: ShardCache | None, most_shards: int
 ) -> Iterator[Mapping[str, bytes]]:
-    """Yield the caption files (tar members) of evenly spaced samples, chosen as in `iter_captions`."""
+    """Yield the caption files (tar members) of the samples that `evenly_spaced_indices` returns."""
     reader = TarReader(manifest, captions.extensions, cache)
     indices = evenly_spaced_indices(manifest, limit, most_shards)
     unreadable: set[int] = set()

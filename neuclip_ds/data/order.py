@@ -1,4 +1,7 @@
-"""The sample order: a pure function of (manifest, seed, epoch, step), independent of the number of ranks and workers.
+"""The sample order: a pure function of (manifest, batch size, interleave, seed, epoch, step).
+
+The order does not depend on the number of ranks and workers. Only the interleave is chosen for the nodes with which a
+run starts; a resumed run keeps it.
 
 In each epoch, the shards are permuted and concatenated, which gives every sample a position 0 ... n - 1. The positions
 are split into S shard streams whose sizes differ by at most one, and every stream is shuffled in blocks of positions. A
@@ -44,9 +47,11 @@ class GlobalOrder:
 
     Args:
         shard_starts, shard_sizes: (n_shards,) the index of each shard's first sample, and each shard's sample count.
+        batch_size: the global batch size B.
+        seed: the seed of the order.
         interleave: the number of streams (a divisor of B) and the block size; the default suits local shards.
-        drop_last: whether to omit n mod B samples, different ones in each epoch. Otherwise, every sample occurs exactly
-            once per epoch, and the last batch is padded with -1.
+        drop_last: whether to omit n mod B samples, chosen anew in each epoch. Otherwise, every sample occurs exactly
+            once per epoch, and a partial last batch is padded with -1.
 
     Raises:
         UserError: there are fewer than 2 samples or, with `drop_last`, fewer than B.
@@ -164,6 +169,7 @@ class GlobalOrder:
 
         Args:
             shard_bytes: (n_shards,) the size of each shard in bytes.
+            nodes: the number of nodes over which the streams are distributed.
         """
         used_bytes = np.where(self._sizes > 0, np.asarray(shard_bytes, dtype=np.int64), 0)  # (n_shards,)
         streams = self.interleave.streams

@@ -6,8 +6,8 @@
 
 Rows with the same image path or bytes become one sample, because separate samples would be negatives of each other. The
 sample's key and its other columns come from the first of these rows. The image column is read twice to find these rows.
-If the storage of an image fails, the image is requested again for 30 s, or only once if its host has already failed for
-that long.
+If the storage of an image fails, the request is repeated for 30 s. Once a host has failed for that long, each of its
+images is requested only once, until a request succeeds.
 
 A sample's uid comes from the `uid` column or, if there is no such column, is a hash of the image and the captions. GIF
 and BMP images are converted to PNG, because shards cannot contain these formats. OUT is not created if packing fails.
@@ -77,7 +77,7 @@ def choose_columns(table: PairTable, image: str | None = None, captions: Sequenc
     """Return the columns to pack; by default, the first image and caption columns with recognized names.
 
     Each of `captions` is MEMBER=COLUMN, or COLUMN for the member txt. Raises UserError if a column does not exist or is
-    not found, or if two columns have the same member.
+    not found, if a member is not txt or PREFIX.txt, or if two columns have the same member.
     """
     image = image or table.find_column(IMAGE_COLUMNS, "image", "pass the name of the column with --image")
     captions = captions or [
@@ -237,7 +237,7 @@ def _group_rows(table: PairTable, image: str, columns: Sequence[str]) -> Iterato
 
 
 def _captions(columns: Columns, rows: Collection[Row]) -> dict[str, list[str]]:
-    """Return the distinct captions from all rows of an image, keyed by member."""
+    """Return the captions from all rows of an image, keyed by member; several rows give each distinct caption once."""
     by_member = {}
     for member, column in columns.captions.items():
         captions_of_rows = [captions_of(row.cells[column]) for row in rows]

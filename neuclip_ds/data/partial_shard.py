@@ -25,7 +25,7 @@ Range = tuple[int, int]  # the bytes start ... end - 1 of a shard
 class PartialShard:
     """A shard of `size` bytes that one process fetches in pieces; its methods may be called from any thread.
 
-    No byte is fetched twice: a range must be claimed before it is requested, and is claimed only once.
+    A range must be claimed before it is requested. Each block is claimed only once, so no block is fetched twice.
 
     Args:
         folder: an existing, empty folder.

@@ -27,7 +27,7 @@ class RemoteFile:
 
 
 class RangesIgnored(OSError):
-    """Raised if a server answers a request for a range of bytes with other bytes."""
+    """Raised if a server answers a request for a range with a different number of bytes."""
 
 
 class RangeReader:
@@ -58,10 +58,10 @@ class RangeReader:
     def read(self, files: Sequence[RemoteFile], ranges: Sequence[Range]) -> list[bytes | BaseException]:
         """Return, for each pair of a file and a range, the bytes or the reason why they did not arrive.
 
-        The ranges, all of files on one server, are requested simultaneously. The reason is RangesIgnored if other bytes
-        arrive, for example because the file has a different size. Raises RangesIgnored if the server ignores ranges,
-        and any exception of the backend if the requests take longer than the timeout, which grows with the number of
-        bytes.
+        All files must be on one server; the ranges are requested simultaneously. The reason is RangesIgnored if a
+        different number of bytes arrives, for example because the file has a different size. Raises RangesIgnored if
+        the server ignores ranges, and an exception of the backend if the requests take longer than the timeout, which
+        grows with the number of bytes.
         """
         store = self._store(files[0])
         paths = [store._strip_protocol(file.url) for file in files]

@@ -1,8 +1,9 @@
 """Read the bytes of a sample by its global index.
 
-Readers run in loader workers. A reader opens a shard when it first reads a sample from the shard, and keeps recently
-used shards open. Remote shards are read from the node's cache, even while they are being fetched in pieces. If the
-manifest has checksums, every read is verified. All processes on a node share the samples' offsets (node_tables.py).
+Most readers run in loader workers. A reader opens a shard when it first reads a sample from the shard, and keeps
+recently used local shards open. Remote shards are read from the node's cache, even while they are being fetched in
+pieces. If the manifest has checksums, every read is verified. If possible, all processes on a node share the samples'
+offsets (node_tables.py).
 """
 
 import logging
@@ -61,7 +62,7 @@ class TooLarge(OSError):
 
 
 class TarReader:
-    """A reader of tar members by offset. If the manifest has no offsets, each node walks each shard's headers once.
+    """A reader of tar members by offset. If the manifest has no offsets, they are read from the shards' headers.
 
     `texts` are the extensions of the members that contain captions. Raises UserError if a shard is remote and there is
     no cache.
@@ -87,7 +88,7 @@ class TarReader:
         """Return the bytes of a sample.
 
         Raises ChecksumError if the bytes are damaged, OSError if the read fails for any other reason, and UserError if
-        the shard is not the one in the manifest or its storage fails for too long.
+        the shard is not the one in the manifest or `ShardCache.path` raises it.
         """
         shard, row = self._manifest.locate(index)
         table = self._table(shard)
@@ -111,7 +112,10 @@ class TarReader:
         return RawSample(image, texts)
 
     def prefetch_samples(self, indices: Iterable[int]) -> None:
-        """Start reading all of the given samples of local shards concurrently; cold reads are 2 to 4 times faster."""
+        """Start concurrent reads of the given samples, except samples of remote shards.
+
+        Cold reads are then 2 to 4 times faster.
+        """
         for index in indices:
             shard, row = self._manifest.locate(index)
             if self._is_copied(self._manifest.shards[shard].path):
@@ -146,7 +150,10 @@ class TarReader:
         return self._table(shard).key(row)
 
     def uid(self, index: int, key: str) -> tuple[int, int]:
-        """Return a sample's uid: `key` in its JSON, else `uid_of_location`; raise the same errors as `read`."""
+        """Return a sample's uid: the one under `key` in its JSON or, if there is none, that of `uid_of_location`.
+
+        The reader's `texts` must include json. Raises the same errors as `read`.
+        """
         shard, row = self._manifest.locate(index)
         uid = uid_of(self.read(index, with_image=False).texts.get(JSON, b""), key)
         return uid or uid_of_location(self._manifest.shards[shard].path, self._table(shard).main_extents(row))

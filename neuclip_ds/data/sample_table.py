@@ -38,7 +38,7 @@ _UID = ("uid_high", "uid_low")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampleTable:
-    """The n samples of a shard as arrays; without checksums, they take 52 bytes per sample (for m = 3) plus the key."""
+    """The n samples of a shard as arrays. With m = 3 members and no checksums, a sample takes 52 bytes plus its key."""
 
     ordinals: NDArray[np.int32]  # (n,) position among all samples of the tar
     extents: NDArray[np.int64]  # (n, m, 2) offset and size of each member; the offset is -1 if absent
@@ -110,7 +110,7 @@ def tabulate(samples: Sequence[SampleEntry], texts: Sequence[str] = ()) -> Sampl
 
 
 def write_part(path: Path, tables: Iterable[SampleTable]) -> None:
-    """Write sample tables with the same members to a file, one row group per table."""
+    """Write one or more sample tables with the same members to a file, one row group per table."""
     remaining = iter(tables)
     first = next(remaining)
     schema = pa.schema([*_schema(first.members), *((name, pa.uint64()) for name in _UID)])

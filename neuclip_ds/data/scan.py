@@ -50,7 +50,7 @@ _OTHER_FORMATS = {  # first bytes of a file that is not a tar -> what the file i
 class ScanOptions:
     """The options of a scan."""
 
-    captions: tuple[str, ...] = ("txt",)  # sources as in `data.captions`; a sample without any of them is bad
+    captions: tuple[str, ...] = ("txt",)  # sources as in `data.captions`; a sample without any of their members is bad
     checksum: bool = False  # whether to compute the CRC-32 of the file and of each sample's members
     uids: tuple[str, ...] = ()  # files that list the uids to keep; if empty, all samples are kept
     uid_key: str = "uid"  # key of the uid in a sample's JSON
@@ -71,7 +71,7 @@ class Scan:
     n_captions: int  # samples with a caption
     extensions: Sequence[str] = ()  # extensions of the first samples, for messages
     lost_bytes: int = 0  # bytes in damaged regions
-    causes: Sequence[str] = ()  # other reasons for which samples or members cannot be used, each with a fix
+    causes: Sequence[str] = ()  # other problems of the shard, each with a fix
     table: tuple[str, int] | None = None  # (file name, row group) of the sample table
 
 
@@ -99,7 +99,8 @@ def scan_shard(path: str, options: ScanOptions) -> tuple[Scan, SampleTable]:
 def local_copy(path: str) -> Iterator[Path]:
     """Yield a shard as a local file; a remote shard is fetched, and the copy is removed when the `with` block ends.
 
-    Raises FetchError if a remote shard does not exist, and UserError if it cannot be fetched.
+    Raises FetchError if a remote shard does not exist or a limit of this machine is reached, and UserError if the shard
+    cannot be fetched for another reason.
     """
     if is_local(path):
         yield Path(path)
@@ -166,7 +167,7 @@ def _scan(path: str, file: Path, options: ScanOptions) -> tuple[Scan, SampleTabl
 
 
 def _check_tar(path: str, fd: int, index: ShardIndex) -> None:
-    """Raise UserError if a file has no tar header, unless it is a tar without files: at most 10 KB of zeros."""
+    """Raise UserError if a file is empty or has no tar header; up to 10,240 zero bytes are a tar without files."""
     size = os.fstat(fd).st_size
     has_only_zeros = size > _EMPTY_TAR_SIZE and index.gaps == [] and not any(os.pread(fd, _EMPTY_TAR_SIZE, 0))
     if size and index.gaps != [(0, size)] and not has_only_zeros:

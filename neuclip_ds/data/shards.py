@@ -27,7 +27,9 @@ def is_local(path: str) -> bool:
 
 
 def resolve_shards(source: str) -> list[str]:
-    """Return the absolute paths or URLs of the tars that `source` names; raise UserError if it names none.
+    """Return the absolute paths or URLs of the tars that `source` names.
+
+    Raises UserError if `source` names no tar, names a local tar that does not exist, or cannot be looked up.
 
     A source is a tar; a folder, whose visible *.tar files (or, if it has none, those in its subfolders) are sorted by
     name; a glob (`/data/*.tar`); a brace pattern (`/data/{00000..00127}.tar`), whose order is kept and which may

@@ -159,7 +159,7 @@ def open_table(source: str, quotes: Quotes | None = None) -> PairTable:
 def _open_folder(folder: Path, images: Sequence[Path]) -> PairTable:
     """Return a table with a row for each pair of an image and a text of the same name, and for each unpaired file.
 
-    Raises UserError if there is no text, or a text is not UTF-8.
+    Raises UserError if there is no .txt file, or one of them is not UTF-8.
     """
     from pyarrow import dataset  # slow to import
 
@@ -288,7 +288,7 @@ def _decode_base64(text: str) -> bytes | str:
 
 
 def source_of(row: Row, column: str) -> bytes | str | None:
-    """Return `image_of` for a row's cell, with a path joined to the folder of the row's file."""
+    """Return `image_of` for a row's cell; a relative path is joined to the row's folder."""
     image = image_of(row.cells[column])
     if isinstance(image, str) and is_local(image) and not image.startswith(_DATA_URI):
         return str(row.folder / image)

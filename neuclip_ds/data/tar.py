@@ -1,11 +1,12 @@
 """Index tar shards by walking their headers, without losing the samples after a damaged header.
 
-For well-formed shards, the samples are the same as in webdataset 1.0.2. After a damaged header, Python's `tarfile`, and
-thus webdataset, silently drops the rest of the shard. This module continues at the next valid header and records the
-gap. It reads POSIX.1-1988 ustar, POSIX.1-2001 pax and GNU tars (long names, base-256 numbers); it skips sparse members.
+For well-formed shards, the samples are the same as in webdataset 1.0.2, with two exceptions: a hard link is read as the
+member of the same tar that it names, because GNU tar stores files with equal inodes as hard links; and the files that
+macOS adds (`._NAME`, `__MACOSX/`) are ignored.
 
-Two things differ from webdataset. A hard link is read as the member of the same tar that it names, because GNU tar
-stores files with equal inodes as hard links. The files that macOS adds (`._NAME`, `__MACOSX/`) are ignored.
+After a damaged header, Python's `tarfile`, and thus webdataset, silently drops the rest of the shard. This module
+continues at the next valid header and records the gap. It reads POSIX.1-1988 ustar, POSIX.1-2001 pax and GNU tars (long
+names, base-256 numbers); it skips sparse members.
 
 A name ends at its first NUL and is never used as a path. The running time is linear in the size of the tar.
 """

@@ -45,9 +45,8 @@ from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer, named_
 
 log = logging.getLogger(__name__)
 
-# captions to train a tokenizer on: enough for a vocabulary of CLIP's size, and for each entry of a smaller one
-_TOKENIZER_CAPTIONS = 200_000
-_CAPTIONS_PER_ENTRY = 10
+_TOKENIZER_CAPTIONS = 200_000  # most samples whose captions train a tokenizer; enough for a vocabulary of CLIP's size
+_CAPTIONS_PER_ENTRY = 10  # number of these samples for each entry of a smaller vocabulary
 _CHECKED_CAPTIONS = 200  # samples whose captions are checked for truncation and repetition
 
 
@@ -136,7 +135,8 @@ def open_training_data(
         communicator: communicator of all ranks.
         staged: folder to which new files are written, instead of the run's folder.
         resumed: the checkpoint from which the run resumes; None for a new run.
-        meta: content of that checkpoint's meta.json, which determines the held-out pairs and the order of the samples.
+        meta: content of that checkpoint's meta.json, which determines the held-out pairs and the interleave of the
+            shards; None for a new run.
         features: folders that `neuclip-ds embed` wrote for the same data, keyed by the names of their tables; none
             by default.
 

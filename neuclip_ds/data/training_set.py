@@ -1,6 +1,6 @@
 """The training set of a run (one dataset or a weighted mixture) and the order of its samples.
 
-The order is chosen when the run starts, and is stored in the run's checkpoints.
+The order's interleave is chosen when the run starts, and is stored in the run's checkpoints.
 """
 
 import logging
@@ -65,14 +65,17 @@ class TrainingSet:
         ]
 
     def weights(self) -> list[float]:
-        """Return the weight of each source, by default its number of samples."""
+        """Return the weight of each source of a mixture, by default its number of samples."""
         weights = []
         for source, sizes in zip(self.sources, self.sizes_by_source, strict=True):
             weights.append(float(sizes.sum()) if source.weight is None else source.weight)
         return weights
 
     def interleaves(self, interleave: Interleave) -> list[Interleave]:
-        """Return each source's interleave, with a block size proportional to the source's weight."""
+        """Return each source's interleave, with a block size proportional to the source's weight.
+
+        For a single dataset, the result contains only `interleave`.
+        """
         if not self.sources:
             return [interleave]
         weights = np.array(self.weights())
@@ -81,7 +84,7 @@ class TrainingSet:
         return [Interleave(streams=interleave.streams, block=int(block)) for block in blocks]
 
     def orders(self, batch_size: int, seed: int, interleave: Interleave) -> list[GlobalOrder]:
-        """Return the order of each source's samples; for a single dataset, the only order."""
+        """Return the order of each source's samples; for a single dataset, its order without `drop_last`."""
         return [
             GlobalOrder(self.manifest.starts, sizes, batch_size, seed, interleave_of_source)
             for sizes, interleave_of_source in zip(self.sizes_by_source, self.interleaves(interleave), strict=True)
@@ -92,7 +95,7 @@ class TrainingSet:
         return MixtureOrder(self.orders(batch_size, seed, interleave), self.weights(), interleave)
 
     def describe(self) -> list[str]:
-        """Return a line for each source, with its number of samples and its share of each batch."""
+        """Return a line for each source of a mixture, with its number of samples and its share of each batch."""
         weights = self.weights()
         lines = []
         for source, sizes, weight in zip(self.sources, self.sizes_by_source, weights, strict=True):
@@ -104,7 +107,8 @@ class TrainingSet:
 def find_split(source: str | int, name: str, train_paths: Sequence[str]) -> str:
     """Return a held-out set's path: `source` or, for `auto`, the folder `name` next to the first training set.
 
-    Returns "" if there is no such folder, or if `source` is a number of pairs.
+    For `auto` with a demo split as the training set, this is the demo split `name`. Returns "" if there is no such
+    folder, or if `source` is a number of pairs.
     """
     if source != "auto":
         return source if isinstance(source, str) else ""
@@ -131,7 +135,8 @@ def find_validation(data: DataConfig, training: Manifest | None) -> str | int:
 def _choose_held_out(data: DataConfig, sizes: NDArray[np.int64]) -> dict[int, int]:
     """Return the number of samples that a new run holds out from each shard, keyed by shard; `sizes` is (n_shards,).
 
-    The samples come from evenly spaced shards, because data may be sorted.
+    The samples come from evenly spaced shards, because data may be sorted. Shards without held-out samples are omitted.
+    Raises UserError if `data.val` is more than half of the samples.
     """
     n = int(sizes.sum())
     total = data.val
@@ -171,8 +176,8 @@ def open_order(
     instead of it if training reads only stored features (`reads_shards` is false).
 
     Raises:
-        UserError: the batch size is incompatible with the data or `data.shard_streams`, or the shards that a new run
-            reads concurrently do not fit in the cache.
+        UserError: the batch size is incompatible with the data or `data.shard_streams`, the weights of a mixture are
+            invalid, or the shards that a new run reads concurrently do not fit in the cache.
     """
     data = config.data
     seed = config.run.seed

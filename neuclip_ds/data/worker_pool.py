@@ -70,11 +70,11 @@ class WorkerPool:
     ) -> Generator[Any, None, None]:
         """Yield the results of jobs in order; a worker that fails is replaced, and its unfinished jobs are repeated.
 
-        Jobs must be picklable; at most `prefetch` jobs per worker are read ahead. Error messages contain `describe(n)`
-        (a name for the result of the n-th job, from 1) and, if given, the `folder` of the data. If the caller stops
-        early, the next call starts new workers. Raises UserError if a job raises it, if a worker fails repeatedly, or
-        if a limit of this machine is too low for workers. Any other exception in a worker is raised as a RuntimeError
-        that contains the traceback.
+        Jobs must be picklable; at most `prefetch` jobs per worker are read ahead. Errors about workers name
+        `describe(n)` (a name for the result of the n-th job, from 1) and, if given, the `folder` of the data. If the
+        caller stops early, the next call starts new workers. Raises UserError if a job raises it, if a worker fails
+        repeatedly, or if a limit of this machine is too low for workers. Any other exception in a worker is raised as a
+        RuntimeError that contains the traceback.
         """
         count = self._options.workers
         if not count:
@@ -178,7 +178,7 @@ class _Worker:
         self._jobs.put(job)
 
     def next_result(self, waited_for: str) -> Any:
-        """Return the result of the first unfinished job, and raise it if it is an exception.
+        """Return the result of the first unfinished job, or raise it if it is an exception.
 
         Raises:
             _WorkerFailure: the worker has died or cannot share a result with this process, or neither a result nor

@@ -32,7 +32,7 @@ class Collection(Protocol):
         """Return the name of an image: its key in a shard, or its path within the folder."""
 
     def read(self, index: int) -> CaptionedImage:
-        """Read an image; raise OSError if it is missing or cannot be read."""
+        """Read an image; raise OSError if it is missing or cannot be read, or UserError if its shard has changed."""
 
 
 class ShardImages:
@@ -76,8 +76,8 @@ class ShardImages:
 class FolderImages:
     """The image files in a folder and its subfolders, in the order of their paths.
 
-    The caption of `a/b.jpg` is in `a/b.txt`, or in another file with the same stem, whose extension a caption source
-    names. Raises UserError if the folder contains no images.
+    The caption of `a/b.jpg` is the first caption that the caption sources find in files with the same stem, such as
+    `a/b.txt` or `a/b.json`. Raises UserError if the folder contains no images.
     """
 
     def __init__(self, folder: Path, captions: Sequence[str]) -> None:

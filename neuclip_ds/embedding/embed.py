@@ -5,8 +5,8 @@
     OUT/part-00000012.parquet           index, key, uid and, for joint features, similarity of these samples
 
 Whenever a rank is free, it takes the next shard, and no rank waits for the others before the end. A shard's features
-depend only on the model, the shard and the batch size, so a restarted job writes only the missing parts, with the same
-contents regardless of the number of ranks. A part's table appears only after the part is complete.
+depend neither on other shards nor on the number of ranks, so a restarted job writes only the missing parts. A part's
+table appears only after the part is complete.
 """
 
 import json
@@ -79,6 +79,7 @@ class EncodedShard:
 
     shard: int  # number in the manifest
     blocks: list[BlockSamples]
+    # None if there is no encoder, or no usable sample
     image: Tensor | None  # (n, crops, d) float32
     text: Tensor | None  # (m, d) float32, captions sample after sample
 
@@ -108,7 +109,10 @@ class Parts:
         return {**self._identity, "shards": manifest.n_shards, "data": manifest.content_hash}
 
     def create(self, manifest: Manifest) -> list[int]:
-        """Open or create the folder, and return the shards of its parts; raise UserError if another job wrote it."""
+        """Open or create the folder, and return the numbers of the shards that have parts.
+
+        Raises UserError if another job wrote the folder.
+        """
         identity = self._identity_for(manifest)
         path = self.folder / EMBEDDING
         if path.is_file():
@@ -119,7 +123,7 @@ class Parts:
         return [int(match[1]) for match in matches if match]
 
     def _check_identity(self, path: Path, identity: Mapping[str, Any], manifest: Manifest) -> None:
-        """Raise UserError if the file describes a different job; the dataset may have grown since it was written."""
+        """Raise UserError if the file describes a different job; shards may have been appended to the dataset since."""
         with explained(f"{path} cannot be read", f"choose another --out, or delete {self.folder}"):
             stored = json.loads(path.read_text(encoding="utf-8"))
             shards = stored["shards"]
@@ -176,13 +180,16 @@ class Parts:
         return len(index)
 
     def _on_host(self, features: Tensor | None, width: str, middle: list[int]) -> Tensor | None:
-        """Copy features to the host; return an empty tensor for an encoder of this job that got no usable sample."""
+        """Copy features to the host.
+
+        Returns an empty tensor if the encoder got no usable sample, or None if this job has no such encoder.
+        """
         if self._identity[width] is None:
             return None
         return torch.empty(0, *middle, self._identity[width]) if features is None else features.cpu()
 
     def _to_stored(self, features: Tensor | None, shard: str) -> NDArray[np.floating] | None:
-        """Return features in the dtype of the files; raise UserError if any is not finite in this dtype."""
+        """Return features, if given, in the dtype of the files; raise UserError if any is not finite in this dtype."""
         if features is None:
             return None
         dtype = self._identity["dtype"]
@@ -307,7 +314,8 @@ def _encode_shards(
 def encode_by_length(encode: EncodeOne, tokens: Tensor, batch_size: int) -> Tensor:
     """Encode (m, T) token ids, m > 0, in batches of similar length; return (m, d) features in the given order.
 
-    Rows end with PADDING; each batch is as long as its longest caption. Without PADDING, the order is unchanged.
+    Captions of fewer than T tokens end with PADDING, and each batch is cut to the length of its longest caption.
+    Without PADDING, captions are encoded in the given order.
     """
     lengths = (tokens != PADDING).sum(dim=1)
     by_length = lengths.argsort(stable=True)

@@ -28,7 +28,7 @@ EncodeOne = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class TrunkRecords:
-    """Records of the `image` and `text` trunks, which a run compares with its own; JSON-serializable with `asdict`."""
+    """Records of the `image` and `text` trunks, which a run compares with its own trunks; `asdict` makes them JSON."""
 
     weights: Mapping[str, str] = field(default_factory=dict)  # results of `weights_hash`
     outputs: Mapping[str, Sequence[float]] = field(default_factory=dict)  # results of `trunk_output`; empty if unused
@@ -49,7 +49,7 @@ class FeatureEncoders:
     trunks: TrunkRecords = field(default_factory=TrunkRecords)
 
     def image_width(self) -> int | None:
-        """Encode an empty image, and return the width of the features; None without an encoder of images."""
+        """Encode a black image, and return the width of the features; None without an encoder of images."""
         if self.image is None or self.preprocessing is None:
             return None
         side = self.preprocessing.size
@@ -102,7 +102,10 @@ def dual_encoders(
 def record_trunks(
     model: DualEncoder, tokenizer: ModelTokenizer, image_size: int, output: Output, communicator: Communicator
 ) -> TrunkRecords:
-    """Describe the trunks of a model with float32 weights on the host; all ranks call this, and rank 0 computes it."""
+    """Describe the trunks of a model with float32 weights on the host.
+
+    All ranks must call this function; rank 0 computes the records, with `outputs` only for the output `trunk`.
+    """
 
     def record() -> dict[str, Any]:
         outputs: dict[str, list[float]] = {}

@@ -33,7 +33,7 @@ def drop_near_duplicates(
     before it, and their cosine similarity. The kept sample is the nearest one in earlier chunks or, if none of them is
     near, in the same chunk. Features that are not normalized, such as those of a single encoder, are normalized for the
     comparison. All n features stay in memory, in their stored dtype; chunks of `chunk` samples are compared at once.
-    Raises UserError if a folder contains no features or cannot be read, or if widths differ.
+    Raises UserError if a folder contains no image features or cannot be read, or if the widths of features differ.
     """
     row_of_uid = {}
     for row, (high, low) in enumerate(uids.tolist()):

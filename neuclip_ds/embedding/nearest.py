@@ -112,11 +112,11 @@ class SearchableModel:
         return functional.normalize(self._encoders.image(pixels), dim=1)[0]
 
     def classify(self, image: bytes, names: Sequence[str], template: str) -> list[ClassScore]:
-        """Return the scores of at least one class, the highest first.
+        """Return the score of each class, the highest first.
 
         Args:
             image: encoded image.
-            names: names of the classes.
+            names: names of the classes, at least one.
             template: prompt, with `{c}` in place of the name.
 
         Raises:
@@ -215,7 +215,7 @@ def encode_collection(
     batch_size: int,
     report: Callable[[int, int], None],
 ) -> CollectionFeatures:
-    """Encode all images and captions of a collection; images that cannot be decoded are omitted with a warning.
+    """Encode all images and captions of a collection; images that cannot be used are omitted with a warning.
 
     Args:
         collection: the images.
@@ -225,7 +225,7 @@ def encode_collection(
         report: function that is called with the number of images done and the total number of images.
 
     Raises:
-        UserError: no image can be decoded, or a shard differs from its manifest.
+        UserError: no image can be read and decoded, or a shard differs from its manifest.
     """
     assert encoders.image is not None and encoders.text is not None and encoders.tokenize is not None
     images: list[Tensor] = []
@@ -274,8 +274,8 @@ def read_features(stored: Stored, model: str, manifest: Manifest) -> CollectionF
         manifest: the dataset.
 
     Raises:
-        UserError: the features come from another model or other data, are not features of images and captions in a
-            joint space, or belong to random crops.
+        UserError: the features come from another model, from the moving average of the model's weights or from other
+            data, are not features of images and captions in a joint space, belong to random crops, or are all unusable.
     """
     folder = stored["folder"]
     embedding = stored["embedding"]

@@ -40,7 +40,7 @@ class BlockSamples:
     block: Block
     index: Tensor  # int64 (n,), global indices
     keys: Sequence[str] = ()
-    uids: Sequence[str | None] = ()  # 32 hex digits
+    uids: Sequence[str | None] = ()  # 32 hex digits; None if the sample's JSON is damaged
     views: Tensor | None = None  # uint8 (n, crops, 3, H, W); None if images are not encoded
     captions: CaptionRows | None = None  # None if captions are not encoded
     bad: Sequence[BadSample] = ()  # the samples that are omitted
@@ -95,7 +95,10 @@ class RowReader:
         self._uids = TarReader(manifest, (JSON,), options.cache)
 
     def __call__(self, block: Block) -> BlockSamples:
-        """Read a block's samples; raise UserError if the shard does not match the manifest."""
+        """Read a block's samples; raise UserError if the shard does not match the manifest.
+
+        If the shard cannot be read, the result contains no samples, and `unreadable` is set.
+        """
         indices = range(block.start, block.stop)
         self._samples.prefetch(indices)
         samples: list[_Sample] = []
@@ -186,7 +189,7 @@ class RowReader:
         )
 
     def _uid(self, index: int) -> str | None:
-        """Return the uid of a sample as 32 hex digits, or None if the uid cannot be read."""
+        """Return the uid of a sample as 32 hex digits, or None if the JSON is damaged."""
         try:
             high, low = self._uids.uid(index, self._uid_key)
         except ChecksumError:

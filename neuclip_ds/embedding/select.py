@@ -27,7 +27,10 @@ _BATCH_ROWS = 1 << 17  # rows that are read at once
 
 
 class Rule(NamedTuple):
-    """Rule that selects values; its bounds are inclusive, and `top` is the fraction of all numeric values to keep."""
+    """Rule that selects values within inclusive bounds.
+
+    `top` is the fraction of all numeric values that are kept if they are within the bounds, or None for all.
+    """
 
     minimum: float = -math.inf
     maximum: float = math.inf
@@ -36,13 +39,13 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Row and uid counts of a selection, and the smallest value that its rule keeps."""
+    """Row and uid counts of a selection, and the lower bound of the values that its rule keeps."""
 
     kept: int  # distinct uids written
     samples: int  # rows in the files
     without_value: int  # rows whose value is absent or NaN
-    without_uid: int  # rows that the rule keeps but that have no uid
-    minimum: float  # smallest value that the rule keeps
+    without_uid: int  # rows that the rule keeps but that have no valid uid
+    minimum: float  # lower bound of the rule; with `top`, the smallest of the top values if it is larger
     refined: int = 0  # distinct uids that `refine` dropped
 
 
@@ -57,10 +60,10 @@ def select(
 ) -> Selection:
     """Write the sorted, distinct uids of the rows that a rule keeps, in the format that `build-manifest --uids` reads.
 
-    A rule with `top` needs 8 bytes of memory per row, and each kept uid takes 16 bytes. Sources are parquet files, or
-    folders that contain parquet files at any depth. `out` and the files in `within` are .npy files of pairs of 64-bit
-    words (dtype `u8,u8`). Only uids that are in every `within` file are kept, and `refine` may drop more. Raises
-    UserError if a file cannot be read, or if no row with a uid is kept.
+    A rule with `top` needs about 25 bytes of memory per row, and each kept uid takes 56 bytes. Sources are parquet
+    files, or folders that contain parquet files at any depth. `out` and the files in `within` are .npy files of pairs
+    of 64-bit words (dtype `u8,u8`). Only uids that are in every `within` file are kept, and `refine` may drop more.
+    Raises UserError if a file cannot be read, or if no row with a uid is kept.
     """
     files: list[Path] = []
     for source in sources:
@@ -120,7 +123,7 @@ def select(
 
 
 def _open(files: Sequence[Path]) -> ds.Dataset:
-    """Open parquet files as one table; raise UserError that names the first file that cannot be read."""
+    """Open parquet files as one table; raise a UserError that names the first file that cannot be read."""
     try:
         return ds.dataset([str(file) for file in files], format="parquet")
     except (OSError, ValueError, pa.ArrowException):
@@ -152,7 +155,10 @@ def _rows(data: ds.Dataset, column: str, other_column: str) -> Iterator[tuple[ND
 
 
 def _threshold(data: ds.Dataset, column: str, share: float) -> float:
-    """Return the smallest of the top `share` of a column's values; with ties, a larger share may be at or above it."""
+    """Return the smallest of the top `share` of a column's values, or infinity if the column has no values.
+
+    With ties, a larger share of the values may be at or above it.
+    """
     batches = [values for values, _ in _rows(data, column, column)]
     values = np.concatenate(batches) if batches else np.empty(0)
     values = values[~np.isnan(values)]

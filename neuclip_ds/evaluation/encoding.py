@@ -59,7 +59,7 @@ class BatchEncoder:
     batch_size: int  # rows per call
     transform: Callable[[bytes], Tensor]  # encoded image -> (3, H, W) uint8
     loader: Loader = IN_PROCESS  # reads evaluation sets
-    prefixes: Sequence[int] = ()  # lengths of prefixes of the features whose retrieval is scored too
+    prefixes: Sequence[int] = ()  # retrieval is also scored with only the first p dimensions, for each p
 
     def encode_images(self, rows: Sequence[Tensor]) -> Tensor:
         """Encode n >= 1 images (3, H, W) into (n, d) features; n may differ between ranks."""

@@ -4,10 +4,11 @@ With the current model and temperatures, an anchor's true normalizer is the mean
 
     g_i = 1/(n-1) sum_{j != i} exp(l(s_ij - s_ii) / tau_i)
 
-where an image anchor's negatives are texts, a text anchor's negatives are images, and l is the method's pair loss. With
-a reference model, s_ij stands for the similarity minus that model's similarity. The error is the logarithm of the
-method's estimate of g_i minus the logarithm of g_i. The estimate excludes the eps in NeuCLIP's alpha_i and the
-positive's contribution, c/(B-1), to AmorLIP's lambda_i.
+where s_ij is the similarity of anchor i and partner j, an image anchor's negatives are texts, a text anchor's negatives
+are images, and l is the method's pair loss. With a reference model, s_ij stands for the similarity minus that model's
+similarity. The error is the logarithm of the method's estimate of g_i minus the logarithm of g_i. The estimate excludes
+the eps in NeuCLIP's alpha_i and the positive's contribution to AmorLIP's lambda_i, which is c/(B-1) if the positive has
+the weight c (neuclip_ds/losses/amorlip.py).
 
 A fixed sample of A anchors is encoded first, in batches of the training batch size, and the method estimates their
 normalizers. Every rank then stores all anchors, in O(A d) memory, and compares its n/K samples with them, one batch at
@@ -46,8 +47,9 @@ class EstimateNormalizers(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return the log of the method's estimate of g, and tau, for the valid rows of this rank's part of a batch.
 
-        Both are (2, local): direction 0 contains image anchors, and direction 1 contains text anchors. An estimate that
-        does not exist yet is -inf. The function runs collectives, so all ranks must call it the same number of times.
+        Both are (2, number of valid rows): direction 0 contains image anchors, and direction 1 contains text anchors.
+        An estimate that does not exist yet is -inf. The function runs collectives, so all ranks must call it the same
+        number of times.
 
         Args:
             image_features, text_features: (b, d) features.
@@ -82,14 +84,14 @@ def normalizer_error(
 
     All ranks must have the same number of batches, with the same shapes. Every `parts_per_batch` consecutive
     `anchor_batches` form one batch of the training batch size; over all ranks, `all_batches` contain every training
-    sample once. Logits are computed for `chunk` anchors at a time. Raises UserError if there are fewer than two valid
-    samples.
+    sample once. Logits are computed for `chunk` anchors at a time. Raises UserError if there are no anchors, or fewer
+    than two valid samples.
 
     Returns:
         Metrics, equal on all ranks: `normalizer_mse`, the mean of `normalizer_mse_image` and `normalizer_mse_text`;
         `normalizer_bias`, the mean of log estimate - log g; `normalizer_anchors`, the number of anchors in these means;
-        and `normalizer_unseen`, the number of anchors that have no estimate yet, or whose AmorLIP lambda is below the
-        positive's contribution. The means are NaN if `normalizer_anchors` is 0.
+        and `normalizer_unseen`, the number of anchors whose image or text has no estimate yet, or an AmorLIP lambda
+        below the positive's contribution. The means are NaN if `normalizer_anchors` is 0.
     """
     encoded_anchors = _encode_anchors(encode, estimate, anchor_batches, parts_per_batch, communicator, anchors)
     log_sum, samples = _log_sum_over_negatives(encode, encoded_anchors, pair_loss, all_batches, communicator, chunk)
@@ -163,7 +165,7 @@ def _reference_of(batch: Batch) -> StoredBatch:
 
 
 def _minus_reference(image: Tensor, text: Tensor, reference: StoredRows | None) -> tuple[Tensor, Tensor]:
-    """Return (b, d + D) features whose similarities are s_ij - r_ij, if there is a reference model."""
+    """Return (b, d + D) features whose similarities are s_ij - r_ij, or the given ones without a reference model."""
     if reference is None:
         return image, text
     reference_image, reference_text = (to_device(rows, image.device).to(image.dtype) for rows in reference)

@@ -2,7 +2,7 @@
 
 `eval_results.jsonl` contains one line per task, {"key": ..., "dataset": ..., "metrics": {..., "main_metric": ...}},
 appended when the task is done. `model.json` identifies the model, so that scores of different models are never mixed. A
-line also has a "data" field, which identifies the set and its files; DataComp's own files lack it.
+line may also have a "data" field, which identifies the set and its files; DataComp's own files lack this field.
 """
 
 import json

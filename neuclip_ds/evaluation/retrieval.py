@@ -5,7 +5,8 @@ several captions, as CLIP_benchmark and DataComp do: an image is a hit at k if o
 captions, and a caption is a hit if its image is among the first k images. Recall is the mean over the images or over
 the captions. Every rank stores all features, but only blocks of the score matrix.
 
-Ties are resolved in expectation (`hit_probability`): a collapsed model, whose features are all equal, has recall k / n.
+Ties are resolved in expectation (`hit_probability`): a collapsed model, whose features are all equal, has the recall
+k / n on n pairs.
 """
 
 import itertools
@@ -62,10 +63,15 @@ def recalls_of_pairs(
 ) -> dict[str, float]:
     """Return recall@k in both directions over the valid pairs of all ranks; ranks must have equal numbers of rows.
 
-    For each p in `prefixes`, the recalls of the first p dimensions of the features are added as `prefixP/NAME`.
+    Up to 4,096 queries are compared with `chunk` candidates at a time. The gathered features of n pairs take O(n d)
+    memory on each rank.
 
-    For n pairs on K ranks, scores take O(n / K x chunk) memory per rank, and the gathered features take O(n d). Raises
-    UserError if no rank has a valid pair.
+    Returns:
+        `image_to_text_recall@k`, `text_to_image_recall@k`, and `retrieval_pairs`, the number of pairs. For each p in
+        `prefixes`, the recalls with only the first p dimensions of the features are added as `prefixP/NAME`.
+
+    Raises:
+        UserError: no rank has a valid pair.
     """
     if not encoded:
         raise UserError(_NO_PAIR)
@@ -106,7 +112,7 @@ def recalls_of_pairs(
 def example_retrievals(
     encoded: Sequence[EncodedBatch], communicator: Communicator, queries: int, images: int
 ) -> list[Retrieved]:
-    """Return the best `images` images of all ranks for `queries` captions of evenly spaced valid pairs.
+    """Return the best images of all ranks, up to `images`, for each of up to `queries` captions of evenly spaced pairs.
 
     The result is equal on all ranks and, up to rounding, does not depend on the number of ranks.
     """
@@ -166,7 +172,7 @@ def caption_retrieval(
 ) -> dict[str, float]:
     """Return recall@k in both directions, counting each image and each caption once.
 
-    Queries are compared with `chunk` candidates at a time.
+    Up to 4,096 queries are compared with `chunk` candidates at a time.
 
     Returns:
         Scores in [0, 1], equal on all ranks: `image_retrieval_recall@k` (captions as queries),

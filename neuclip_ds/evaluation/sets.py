@@ -97,7 +97,7 @@ class EvaluationSet:
     """An evaluation set on disk, in one of the forms that the module's docstring shows."""
 
     path: Path  # folder or file of the set
-    kind: str  # `classification`, `retrieval` or `multilabel`
+    kind: str  # `classification`, `retrieval`, or another text in dataset_type.txt, such as `multilabel`
     contents: Hashable  # fingerprint for detecting copies with different contents
     samples: Callable[[], Iterator[Sample]]  # iterates over all samples, in order; raises UserError
     files: Callable[[], Iterator[Path]]  # iterates over all local files of the set; raises UserError
@@ -112,7 +112,8 @@ class EvaluationSet:
     def fingerprint(self) -> str:
         """Return a string that changes if files are added, removed or written; raise the same errors as `files`.
 
-        Files are not read: the string depends on their sizes and modification times.
+        The string depends on the names, sizes and modification times of the files. Only a table is read, to find the
+        images that it lists.
         """
         digest = hashlib.sha256(self.kind.encode())
         with explained(f"{self.path} cannot be read", "check the storage"):
@@ -164,7 +165,10 @@ def open_captioned(path: Path) -> EvaluationSet:
 
 
 def open_labeled(path: Path) -> EvaluationSet:
-    """Open a zero-shot set with its prompts; raise UserError if a file is missing or the set is of a different kind."""
+    """Open a zero-shot set with its prompts.
+
+    Raises UserError if a file is missing or malformed, or if the set is of a different kind.
+    """
     labeled_set = open_set(path)
     if labeled_set.kind != "classification":
         raise UserError(

@@ -31,11 +31,11 @@ class GroupRule(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    field: str
+    field: str  # what the groups are, such as region; part of the metrics' names
     column: int
     worst: str  # name of the metric for the smallest accuracy
     accuracy: str = "acc"  # prefix of the other accuracies' names
-    top: Literal[1, 5] = 1
+    top: Literal[1, 5] = 1  # a sample is a hit if its class is among the first `top` predictions
 
 
 class Task(BaseModel):
@@ -116,7 +116,8 @@ class TaskList(BaseModel):
 
         `paths` are sets of any form and name, or folders of sets. A path in `own_names` is a user's set with the name
         given there. If only some of DataComp's sets are found, a warning lists the missing ones. Raises UserError if a
-        path contains no set, a name matches no set, two sets share a name, or a path in `own_names` is not a set.
+        path contains no set, a name matches no task, the set of a task that a name matches is missing, two of the
+        user's sets share a name, or a path in `own_names` is not a set.
         """
         own_names = own_names or {}
         candidates: list[Path] = []

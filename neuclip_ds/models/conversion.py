@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
@@ -22,8 +21,8 @@ from neuclip_ds.models.pretrained.base import (
     TrainedTowers,
     check_tensors,
     logit_tensors,
-    plain_tensors,
     rename_prefixes,
+    save_weights,
 )
 from neuclip_ds.models.pretrained.files import SENTENCE_TRANSFORMERS
 from neuclip_ds.models.pretrained.open_clip_models import (
@@ -346,7 +345,7 @@ def write_transformers(model: LibraryModel, folder: Path) -> None:
         weights.pop("logit_bias", None)
     check_tensors(str(folder), expected, weights)
     config.save_pretrained(folder)
-    save_file(plain_tensors(weights), folder / "model.safetensors", metadata={"format": "pt"})
+    save_weights(weights, folder / "model.safetensors")
     model_type.processor(model.preprocessing).save_pretrained(folder)
     model.tokenizer.save(folder)
 
@@ -358,5 +357,5 @@ def write_open_clip(model: LibraryModel, folder: Path) -> None:
     weights = import_open_clip().model.convert_to_custom_text_state_dict(model.weights)
     check_tensors(str(folder), expected, weights)
     write_config(folder, with_own_encoder(model.config, folder), model.preprocessing)
-    save_file(plain_tensors(model.weights), folder / "open_clip_model.safetensors", metadata={"format": "pt"})
+    save_weights(model.weights, folder / "open_clip_model.safetensors")
     model.tokenizer.save(folder)

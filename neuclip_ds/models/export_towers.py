@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import timm
 import torch
-from safetensors.torch import save_file
 from timm.layers import AttentionPool2d, RotAttentionPool2d
 from tokenizers import processors
 from torch import Tensor, nn
@@ -34,8 +33,8 @@ from neuclip_ds.models.pretrained.base import (
     TrainedTowers,
     check_tensors,
     logit_tensors,
-    plain_tensors,
     rename_prefixes,
+    save_weights,
 )
 from neuclip_ds.models.pretrained.files import SENTENCE_TRANSFORMERS
 from neuclip_ds.models.pretrained.text_encoder import PretrainedTextTower, TextEncoderTokenizer
@@ -94,7 +93,7 @@ def write_vision_text_model(towers: TrainedTowers, folder: Path) -> None:
         expected = VisionTextDualEncoderModel(config).state_dict()
     check_tensors(str(folder), expected, weights)
     config.save_pretrained(folder)
-    save_file(plain_tensors(weights), folder / "model.safetensors", metadata={"format": "pt"})
+    save_weights(weights, folder / "model.safetensors")
     MODEL_TYPES["clip"].processor(towers.preprocessing).save_pretrained(folder)
     _save_tokenizer(towers, folder)
 
@@ -314,7 +313,7 @@ def write_sentence_transformers(towers: TrainedTowers, folder: Path) -> None:
             (folder / name).mkdir()
             _write_json(folder / name / "config.json", module.config)
             if module.weights:
-                save_file(plain_tensors(module.weights), folder / name / "model.safetensors", {"format": "pt"})
+                save_weights(module.weights, folder / name / "model.safetensors")
     _write_text_transformer(towers, folder / "text_0_Transformer")
     _write_image_transformer(towers, folder / "image_0_Transformer")
     parameters: dict[str, Any] = {"default_route": None, "allow_empty_key": False, "route_mappings": {}}
@@ -334,7 +333,7 @@ def _write_text_transformer(towers: TrainedTowers, folder: Path) -> None:
         weights["shared.weight"] = weights.pop("encoder.embed_tokens.weight")
         config.architectures = [config.architectures[0].replace("Stack", "EncoderModel")]
     config.save_pretrained(folder)
-    save_file(plain_tensors(weights), folder / "model.safetensors", {"format": "pt"})
+    save_weights(weights, folder / "model.safetensors")
     _save_tokenizer(towers, folder)
     settings = _transformer_settings("text", "last_hidden_state", "token_embeddings")
     _write_json(folder / "sentence_bert_config.json", settings)
@@ -346,7 +345,7 @@ def _write_image_transformer(towers: TrainedTowers, folder: Path) -> None:
     if _attention_pool(towers) is not None:
         weights = {name: value for name, value in weights.items() if not name.startswith("timm_model.head.proj.")}
     _timm_config(towers).save_pretrained(folder)
-    save_file(plain_tensors(weights), folder / "model.safetensors", {"format": "pt"})
+    save_weights(weights, folder / "model.safetensors")
     MODEL_TYPES["clip"].processor(towers.preprocessing).save_pretrained(folder)
     settings = _transformer_settings("image", "pooler_output", "sentence_embedding")
     _write_json(folder / "sentence_bert_config.json", settings)

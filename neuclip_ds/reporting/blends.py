@@ -28,7 +28,7 @@ _LEFT = 60
 _RIGHT = 30
 _TOP = 20
 _BOTTOM = 45
-_GRID_LINES = 4  # at least, per axis; at most twice as many
+_GRID_LINES = 4  # per axis, at least; at most 10
 
 
 @dataclass(frozen=True, kw_only=True)

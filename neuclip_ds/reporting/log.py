@@ -62,7 +62,8 @@ def configure_logging(rank: int, log_file: Path | None = None) -> None:
 def restored_logging() -> Iterator[None]:
     """Undo at the end of the block what `configure_logging` changed in it; a command's own logging is kept.
 
-    Otherwise, a notebook would lose its INFO messages, and its warnings would be added to the log of the last run.
+    Otherwise, a notebook would lose its INFO messages, and its warnings would be added to the log of the last run. Only
+    the filter for one of torch's deprecation warnings stays.
     """
     root = logging.getLogger()
     if _own_handlers(root):  # of a command, which configured logging before the block
@@ -70,7 +71,7 @@ def restored_logging() -> Iterator[None]:
         return
     levels = {name: logging.getLogger(name).level for name in ("root", "neuclip_ds", "transformers")}
     others = [logging.getLogger(name) for name in _WITH_HANDLERS]
-    states = [(list(logger.handlers), logger.propagate) for logger in others]
+    states = [(list(logger.handlers), list(logger.filters), logger.propagate) for logger in others]
     show_warning = warnings.showwarning
     raise_exceptions = logging.raiseExceptions
     try:
@@ -81,8 +82,9 @@ def restored_logging() -> Iterator[None]:
             handler.close()
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
-        for logger, (handlers, propagate) in zip(others, states, strict=True):
+        for logger, (handlers, filters, propagate) in zip(others, states, strict=True):
             logger.handlers[:] = handlers
+            logger.filters[:] = filters
             logger.propagate = propagate
         if warnings.showwarning is not show_warning:
             logging.captureWarnings(False)

@@ -1,4 +1,4 @@
-// Draws the plots of a run's report as SVG: values on hover, a log axis by plot, smoothing of all curves.
+// Draws the plots of a report as SVG: values on hover, an optional log axis per plot, smoothing of all curves.
 "use strict";
 const COLORS = ["#1f77b4", "#d95f02", "#1b9e77", "#a50f78", "#7a6a00", "#666666", "#c2185b", "#00838f"];
 const LEFT = 58, RIGHT = 22, TOP = 8, BOTTOM = 34, HEIGHT = 240;
@@ -18,7 +18,7 @@ function format(value, percent) {
   return size && (size < 1e-3 || size >= 1e6) ? value.toExponential(2).replace(/\.?0+e/, "e") : `${+value.toPrecision(5)}`;
 }
 
-// Exponential moving average without the bias of its start, as TensorBoard's.
+// Exponential moving average, without the bias at its start, as in TensorBoard.
 function smooth(values, weight) {
   let sum = 0, total = 0;
   return values.map((value) => {
@@ -43,7 +43,7 @@ function ticks(low, high, log) {
   return found;
 }
 
-// Returns the function from a value to its place, and the tick values.
+// Returns a function that maps a value to its position in pixels, and the tick values.
 // `leastRange` is the smallest range of a linear axis, as a share of the largest value.
 function axis(values, log, start, end, leastRange) {
   let low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), -Infinity);

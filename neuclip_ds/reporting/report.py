@@ -89,7 +89,7 @@ def write_report(run: Path) -> Path:
     title = f"{run.name}: {options.get('objective.method')}"
     page = _PAGE.substitute(
         title=html.escape(title),
-        scores="\n".join([*_progress(series, launches), *_scores(series, options.get("data.val")), *_blends(run)]),
+        scores="\n".join([*_progress(series, launches, run), *_scores(series, options.get("data.val")), *_blends(run)]),
         examples="\n".join(retrieved_lines(run)),
         tables="\n".join(tables),
         data=_plot_data(_plots(series)),
@@ -108,7 +108,7 @@ def write_comparison(runs: Sequence[Path], path: Path) -> None:
     names = run_names(runs)
     series_of_runs = {name: read_series(run) for name, run in zip(names, runs, strict=True)}
     configs = [without_replaced(_read_config(run)) for run in runs]
-    durations = [_duration(read_launches(run)) for run in runs]
+    durations = [_duration(read_launches(run), run) for run in runs]
     distinct_scores = dict.fromkeys(score for series in series_of_runs.values() for score in scores_among(series))
     rows = [["duration", *durations]]
     for score in scores_among(distinct_scores):
@@ -162,7 +162,7 @@ def run_names(runs: Sequence[Path]) -> list[str]:
 
 
 def differing_options(configs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return a row for each option whose value is not the same in all configs: its dotted name and the values."""
+    """Return a row for each option that differs, except run.name: its dotted name and its value in each config."""
     rows: dict[str, list[str]] = {}
     for number, config in enumerate(configs):
         for name, (_, value) in changed_options({}, config).items():
@@ -176,28 +176,29 @@ def _last_and_best(series: Series) -> str:
     return f"{_percent(values[-1])} ({_percent(max(values))})"
 
 
-def _progress(series: Mapping[str, Series], launches: list[Launch]) -> Iterator[str]:
+def _progress(series: Mapping[str, Series], launches: list[Launch], run: Path) -> Iterator[str]:
     """Yield a sentence about the steps and the duration of the run."""
     last_step = max((steps[-1] for steps, _ in series.values()), default=0)
-    yield f"<p>{last_step:,} steps in {_duration(launches)}.</p>"
+    yield f"<p>{last_step:,} steps in {_duration(launches, run)}.</p>"
 
 
-def _duration(launches: list[Launch]) -> str:
-    """Describe the time of all launches; the end of a launch that was killed is unknown."""
+def _duration(launches: list[Launch], run: Path) -> str:
+    """Describe the total time of the launches, without those before the last one that were killed."""
     if not launches:
         return "an unknown time"
     unknown = sum(launch.end is None for launch in launches[:-1])
-    text = str(duration(_until_now(launches)))
+    text = str(duration(_with_end(launches, run)))
     if not unknown:
         return text
     return f"{text}, not counting {counted(unknown, 'launch that was', 'launches that were')} killed"
 
 
-def _until_now(launches: list[Launch]) -> list[Launch]:
-    """Return the launches; if the last one, which writes the report, has no end yet, it ends now."""
+def _with_end(launches: list[Launch], run: Path) -> list[Launch]:
+    """Return a run's launches; a last one without an end, which is running or was killed, ends at its last metrics."""
     *earlier, last = launches
     if last.end is None:
-        last = replace(last, end=datetime.now(timezone.utc))
+        written = datetime.fromtimestamp((run / "metrics.jsonl").stat().st_mtime, timezone.utc)
+        last = replace(last, end=max(written, last.start))
     return [*earlier, last]
 
 
@@ -218,7 +219,7 @@ def _launches(launches: list[Launch]) -> Iterator[str]:
 def _scores(series: Mapping[str, Series], val: object) -> Iterator[str]:
     """If there are scores, yield a table of their last and best values in percent, with chance levels and intervals.
 
-    Also yields a sentence about the retrieval pairs; `val` is their path, or the number of held-out training pairs.
+    Also yields a sentence about the retrieval pairs; `val` is the value of `data.val`.
     """
     rows = []
     for name in scores_among(series):

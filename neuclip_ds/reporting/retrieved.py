@@ -42,7 +42,8 @@ def write_retrieved(
 ) -> None:
     """Write FOLDER/retrieved.json, or log why it cannot be written.
 
-    `caption_of` returns the caption of the sample with an index, and `picture_of` its image as a data: URI, or "".
+    For the index of a sample, `caption_of` returns its caption, and `picture_of` returns its image as a data: URI. Both
+    return "" if the sample cannot be read.
     """
     entries = []
     for query in queries:

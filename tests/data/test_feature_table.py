@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -156,6 +157,18 @@ def test_stored_outputs_of_trunks_replace_the_inputs_of_the_same_samples(
     torch.testing.assert_close(batch.tokens[batch.valid], text[batch.valid])
     assert not batch.image[~batch.valid].any()
     assert batch.stored == {}
+
+
+def test_a_part_that_does_not_fit_on_the_disk_is_an_os_error(tmp_path: Path) -> None:
+    part = FeaturePart(job="", shard=0, samples=10_000, index=np.arange(10_000))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_part(tmp_path, part)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == [], "nothing is left of the part"
 
 
 def edited(features: Path, folder: Path, shard: int, edit: Callable[[FeaturePart], FeaturePart]) -> Path:

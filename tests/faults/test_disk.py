@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 from ranks import run_ranks
 from small_checkpoints import DATA, FACTS, PlainEngine, fresh, keeper, trained
 from small_runs import newest_checkpoint, train
@@ -20,6 +21,7 @@ from neuclip_ds.checkpoint.integrity import SaveFailed, verify
 from neuclip_ds.data.bad_samples import BadSampleLog
 from neuclip_ds.data.dataset import BadSample
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.models.pretrained.base import save_weights
 from neuclip_ds.reporting.events import EventLog, read_events
 from neuclip_ds.reporting.metrics import MetricsLog
 
@@ -105,6 +107,11 @@ def test_a_save_fails_on_all_ranks_if_the_disk_of_one_rank_is_full(tmp_path: Pat
     assert first == second and len(first) == 1, "both raise the same, and nothing is left"
     assert "could not be written: File too large" in first[0]
     assert names(tmp_path) == ["step_000000002"]
+
+
+def test_weights_that_do_not_fit_are_an_os_error(disk: Path) -> None:
+    with pytest.raises(OSError, match="No space left on device"):
+        save_weights({"weight": torch.zeros(3_000_000)}, disk / "model.safetensors")
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")

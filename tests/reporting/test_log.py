@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 
+from neuclip_ds.reporting import log
 from neuclip_ds.reporting.log import configure_logging
 
 ours = logging.getLogger("neuclip_ds.training.trainer")
@@ -46,6 +47,15 @@ def test_other_ranks_log_warnings_only_with_their_rank(capsys, tmp_path):
     assert line.startswith("[rank 3] ")
     assert line.endswith(" WARNING trouble")
     assert not (tmp_path / "log.txt").exists()
+
+
+def test_other_libraries_log_as_before_after_a_run(monkeypatch, tmp_path):
+    deepspeed = logging.getLogger("DeepSpeed")
+    monkeypatch.setattr(deepspeed, "filters", [])
+    with log.restored_logging():
+        configure_logging(0, tmp_path / "log.txt")
+        assert deepspeed.filters
+    assert not deepspeed.filters
 
 
 def test_other_libraries_log_warnings_only(capsys, monkeypatch):

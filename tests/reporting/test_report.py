@@ -1,8 +1,10 @@
 """A run's report is one self-contained HTML page that shows everything that was logged."""
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +94,7 @@ def test_scores_have_chance_lines_and_intervals(page: str) -> None:
 
 
 def test_example_retrievals_are_shown_and_damage_is_not(tmp_path: Path) -> None:
-    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "loss": 1.0}])
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 2, "loss": 1.0}])
     (tmp_path / "config.yaml").write_text("objective:\n  method: neuclip\ndata:\n  val: ''\n")
     images = [RankedImage(index=7, score=0.5), RankedImage(index=3, score=0.25)]
     queries = [Retrieved(index=3, images=images)]
@@ -106,7 +108,7 @@ def test_example_retrievals_are_shown_and_damage_is_not(tmp_path: Path) -> None:
 
 
 def test_damaged_files_of_a_run_are_omitted_or_named(tmp_path: Path) -> None:
-    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "loss": 1.0}])
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 2, "loss": 1.0}])
     (tmp_path / "evaluation" / "step_000000001").mkdir(parents=True)
     config = tmp_path / "config.yaml"
     for damaged in ("{", "[]", '{"tasks": {"a": {}}}'):
@@ -163,6 +165,17 @@ def test_the_spikes_of_a_long_run_are_shown(tmp_path: Path) -> None:
     values = dict(zip(curve["x"], curve["y"], strict=True))
     assert values[2_789] == 50.0
     assert values[3_876] == -3.0
+
+
+def test_a_killed_launch_ends_at_its_last_metrics(tmp_path: Path) -> None:
+    start = datetime.now(timezone.utc) - timedelta(days=3)
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 2, "loss": 1.0}])
+    last_metrics = (start + timedelta(minutes=5)).timestamp()
+    os.utime(tmp_path / "metrics.jsonl", (last_metrics, last_metrics))
+    launch = {"step": 0, "event": "start", "time": start.isoformat(), "command": "", "commit": "", "changes": {}}
+    write_lines(tmp_path / "history.jsonl", [launch])
+    (tmp_path / "config.yaml").write_text("objective: {method: neuclip}\n")
+    assert "2 steps in 0:05:00." in write_report(tmp_path).read_text()
 
 
 def test_a_folder_without_metrics_is_an_error(tmp_path: Path) -> None:

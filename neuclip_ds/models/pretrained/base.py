@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from neuclip_ds.config import ModelConfig
@@ -192,14 +194,17 @@ def logit_tensors(logits: LogitParameters, shape: Sequence[int]) -> dict[str, Te
     return tensors
 
 
-def plain_tensors(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous copies of the tensors, as safetensors requires; convert floating-point tensors to float32."""
+def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
+    """Write weights as safetensors, with floating-point tensors in float32; raise OSError if that fails."""
     plain = {}
     for name, tensor in weights.items():
         if tensor.is_floating_point():
             tensor = tensor.float()
-        plain[name] = tensor.contiguous().clone()
-    return plain
+        plain[name] = tensor.contiguous().clone()  # safetensors requires contiguous tensors that share no memory
+    try:
+        save_file(plain, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # also if the disk is full
+        raise OSError(str(error)) from error
 
 
 def rename_prefixes(tensors: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
