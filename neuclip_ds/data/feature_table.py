@@ -360,7 +360,8 @@ class FeatureTable:
             more = ", ..." if len(missing) > len(names) else ""
             raise UserError(
                 f"{self.folder} lacks the features of {len(missing)} of {len(in_use)} shards ({', '.join(names)}"
-                f"{more}): run neuclip-ds embed again, which writes the missing ones."
+                f"{more}): run neuclip-ds embed again, which writes the missing ones, or, if the folder is a copy, "
+                "copy it again."
             )
 
 
