@@ -2,8 +2,8 @@
 # make test      runs ruff, mypy and the fast tests; make test-all runs the slow tests too
 # make test-gpu  runs the tests marked gpu on a GPU; without a GPU, it runs some of them on the CPU
 # make docs      builds the pages of docs/ in build/site
-# make peers     installs the other loaders that tools/benchmark_data.py and benchmark_streaming.py measure
-# make clean     deletes .venv, .cache, runs and build
+# make peers     installs MosaicML streaming, which tools/benchmark_data.py and benchmark_streaming.py measure too
+# make clean     deletes .venv, .cache, runs, build and *.egg-info
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin

@@ -27,7 +27,7 @@ def redact(text: str) -> str:
 
 
 class UserError(Exception):
-    """The input cannot be used; the message names the problem and the fix. All ranks exit with code 2.
+    """The input cannot be used; the message names the problem and the fix. A command exits with code 2 on all ranks.
 
     Example:
         import neuclip_ds
@@ -43,7 +43,7 @@ class UserError(Exception):
 
 
 class TrainingDiverged(Exception):
-    """Losses or gradients stay non-finite, or replicated state differs between ranks. The exit code is 1.
+    """Losses or gradients stay non-finite, or replicated state differs between ranks. A command exits with code 1.
 
     The message names the step and the cause.
 

@@ -63,7 +63,7 @@ def checksum_of(path: Path) -> Checksum:
 
 
 def seen_from_here(path: Path) -> Path:
-    """Return a path for messages: relative to the working directory if it is inside."""
+    """Return a path for messages: relative to the working directory if the path is inside it."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 
@@ -163,7 +163,7 @@ def sync_folders(folder: Path) -> None:
 
 
 def link_or_copy(source: str, target: str) -> None:
-    """Create a hard link to a file, or copy it if the file system does not support hard links."""
+    """Create a hard link to a file, or copy it if that fails, for example between file systems."""
     try:
         os.link(source, target)
     except OSError:

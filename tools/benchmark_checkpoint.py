@@ -4,7 +4,7 @@ The program trains on random pairs in fresh processes, one per rank. The columns
 
     GB            size of a checkpoint
     step s        median time of a training step
-    unchecked s   time to write the files and force them to disk, without checksums and without reading the files again
+    unchecked s   time to write the engine's files and force them to disk, without reading them again to verify them
     save s        time of the whole save, during which training waits
 
 Example:
@@ -99,9 +99,11 @@ def main() -> None:
     parser.add_argument("--engine", default="zero1_bf16", help="DeepSpeed config: a name in ds_configs/ or a JSON file")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1], help="numbers of ranks on this machine")
     parser.add_argument("--micro", type=int, default=32, help="pairs per rank")
-    parser.add_argument("--steps", type=int, default=6, help="number of training steps to time")
     parser.add_argument(
-        "--turns", type=int, default=3, help="number of saves, checked and unchecked; the medians are printed"
+        "--steps", type=int, default=6, help="number of training steps, at least 2; the first one is not timed"
+    )
+    parser.add_argument(
+        "--turns", type=int, default=3, help="number of times that each kind of save is timed; the medians are printed"
     )
     options = parser.parse_args()
     print(machine())

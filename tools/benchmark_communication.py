@@ -6,8 +6,10 @@
     overlap       gather texts after the image tower -> while it runs (a matmul of --tower-ms replaces the tower)
     npn           gradients of replicated prototypes (2 m d, T_u times) -> sums over split ones (2B, T_u + 1 times)
 
-Times include only the collectives and the matmul of `overlap`. Bytes are calculated for the ring algorithms. Tests
-check that both variants give the same results (tests/losses/test_loss_ranks.py); the program prints the error of bf16.
+B is the global batch size, d the feature width, m the number of prototypes, and T_u the number of their updates in a
+step. Times include the collectives, conversions to and from bf16, and the matmul of `overlap`. Bytes are calculated for
+the ring algorithms. Tests check that both variants give the same results (tests/losses/test_loss_ranks.py); the program
+prints the error of bf16.
 
 Example: python tools/benchmark_communication.py --ranks 2 --rows 640 --dim 512
 """
@@ -47,7 +49,7 @@ class Variant:
 
 
 def savings(image: Tensor, text: Tensor, world_size: int, tower: Tensor) -> dict[str, tuple[Work, Work]]:
-    """Return the variants before and after each optimization, which serve the same purpose in a step.
+    """Return two variants for each optimization, without it and with it; both serve the same purpose in a step.
 
     Args:
         image, text: (b, d) features of one rank.

@@ -85,7 +85,7 @@ def _ours(setting: Setting, manifest: Manifest, order: np.ndarray) -> float:
     def read() -> None:
         for _ in range(setting.epochs):
             with tempfile.TemporaryDirectory(dir=Path(setting.manifest).parent) as folder:
-                tempfile.tempdir = folder  # as on a node without sample tables
+                tempfile.tempdir = folder  # empty, as on a node that has not yet stored any sample tables
                 reader = TarReader(manifest)
                 for index in indices:
                     reader.read(index)
@@ -113,7 +113,10 @@ def mosaic_raw(setting: Setting) -> float:
 
 
 def order_of_a_billion(share: float) -> tuple[float, float]:
-    """Return the milliseconds to compute a step's batch from scratch, and the peak MB including the shard table."""
+    """Return the milliseconds to compute a batch from scratch, and the peak MB including the shard table.
+
+    The batch is the one after a fraction `share` of epoch 3.
+    """
     sizes = np.full(SHARDS, BILLION // SHARDS)
     starts = np.cumsum(sizes) - sizes
     GlobalOrder([0, 9], [9, 9], 2, 0).batch(0, 0)  # numpy loads parts of itself at first use
@@ -164,7 +167,7 @@ def store_of(n: int) -> list[str]:
 
 
 def _visit(store: SampleStore, batches: list[Tensor], when: str) -> Iterator[str]:
-    """Read and then write the rows of all batches; yield a line with the time and minor page faults per call."""
+    """Read the rows of all batches, then write them; yield a line for each with the time and page faults per call."""
     values = torch.randn(4096, 2)
     works = {"read": lambda index: store.begin_read(index).wait(), "write": lambda index: store.write(index, values)}
     for verb, work in works.items():
@@ -227,7 +230,7 @@ def print_rates(contenders: Sequence[Callable[[Setting], float]], ours: str, set
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "shards", nargs="?", default="", help="shards with JPEG and txt members, which only the part `raw` reads"
+        "shards", nargs="?", default="", help="shards with JPEG and txt members, which the part `raw` needs"
     )
     parser.add_argument(
         "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure (default: all)"
@@ -238,7 +241,7 @@ def main() -> None:
         "--rows",
         type=int,
         default=BILLION,
-        help="samples in the store (default: 1e9, which take 8 GB of memory and disk)",
+        help="samples in the store (default: 1e9, which take 8 GB of memory, and 8 GB of disk in the current folder)",
     )
     setting = parser.parse_args(namespace=Setting())
     with exit_on_mistake():

@@ -7,8 +7,8 @@ loaders, webdataset's WebLoader also runs with our transform and tokenizer. Cont
 results are medians. Then the photographs are loaded as in an evaluation, twice with the same processes. Finally, the
 stages of our pipeline and of open_clip's are timed one by one.
 
-The photographs are mosaics of enlarged images from a dataset (`--data`), so they have the detail, size and number of
-bytes of real photographs. Without a dataset, the images are the demo's scenes with noise.
+The photographs are mosaics of images from a dataset (`--data`), so they have the detail, size and number of bytes of
+real photographs. If the folder does not exist, they are mosaics of the demo's scenes, with noise.
 
 Example: python tools/benchmark_images.py --data /data/flickr8k/train --repeats 5
 """
@@ -113,7 +113,7 @@ def source(data: Path) -> Manifest:
 
 
 def mosaic(tiles: list[bytes], upright: bool) -> Image.Image:
-    """Return an image of the size of a photograph, three tiles wide and two high, or rotated if `upright`."""
+    """Return an image of LONGER x SHORTER pixels cut from 3 x 2 tiles, or this image rotated if `upright`."""
     picture = Image.new("RGB", (3 * TILE, 2 * TILE))
     for number, tile in enumerate(tiles):
         image = Image.open(io.BytesIO(tile)).convert("RGB").resize((TILE, TILE), Image.Resampling.BICUBIC)
@@ -205,7 +205,7 @@ CONTENDERS: dict[str, Contender] = {
 def rate(contender: Contender, setting: Setting) -> float:
     """Measure a contender's samples/s after the warm-up, on `setting.samples` photographs."""
     sizes = contender(setting)
-    for _ in range(WARM_UP * setting.workers * PREFETCH):  # includes batches that were prepared meanwhile
+    for _ in range(WARM_UP * setting.workers * PREFETCH):  # more batches than were prepared ahead
         next(sizes)
     samples = 0
     start = time.perf_counter()
@@ -353,7 +353,7 @@ def main() -> None:
         "--data",
         type=Path,
         default=Path("/data/flickr8k/train"),
-        help="shards with the images of which the photographs are composed",
+        help="folder of shards with the images of which the photographs are composed (default: /data/flickr8k/train)",
     )
     parser.add_argument(
         "--samples",

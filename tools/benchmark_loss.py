@@ -121,9 +121,11 @@ def main() -> None:
         "--methods", nargs="+", default=["openclip", "fastclip_v3", "neuclip"], help="methods of neuclip_ds"
     )
     parser.add_argument(
-        "--fast-clip", type=Path, help="checkout of Optimization-AI/fast_clip, whose loss to measure too"
+        "--fast-clip", type=Path, help="checkout of Optimization-AI/fast_clip, whose loss is then measured too"
     )
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device of all ranks (default cpu)")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="cuda needs one GPU per rank (default cpu)"
+    )
     options = parser.parse_args()
     print(f"{machine(options.device)}, float32, d = {options.dim}\n")
     print("| ranks | b | loss | ms | ratio |\n|---|---|---|---|---|", flush=True)

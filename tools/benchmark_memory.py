@@ -126,13 +126,13 @@ def main() -> None:
         "--checkpointing", nargs="+", choices=["on", "off"], default=["off"], help="activation checkpointing"
     )
     parser.add_argument("--method", default="fastclip_v3", help="method to train with")
-    parser.add_argument("--steps", type=int, default=3, help="number of training steps")
+    parser.add_argument("--steps", type=int, default=3, help="number of training steps, at least 2")
     parser.add_argument(
         "--tflops",
         type=float,
         help="peak TFLOP/s of the GPU in the precision of --engines; prints the share that the steps reach",
     )
-    parser.add_argument("--parts", action="store_true", help="also print the components of the estimate")
+    parser.add_argument("--parts", action="store_true", help="also print the components of the prediction")
     options = parser.parse_args()
     # freed blocks return to the system at once, so that resident memory counts only live blocks
     os.environ.update(MALLOC_MMAP_THRESHOLD_="1000000", MALLOC_TRIM_THRESHOLD_="0", MALLOC_ARENA_MAX="1")

@@ -3,7 +3,8 @@
 The peer is open_clip's `ClipLoss` in its recommended form: a local loss, and features gathered with gradients. The peer
 and our losses run interleaved in the same processes.
 
-With a small `--tau` and `--features opposed`, the exponentials of most pairs would be subnormal numbers.
+A small `--tau` with `--features opposed` is a hard case: computed directly, the exponentials of most pairs would be
+subnormal numbers, which slow down CPUs.
 
 Examples:
     python tools/benchmark_objective.py --ranks 1 2 --batch 512 2048 --repeats 20
@@ -136,7 +137,9 @@ def main() -> None:
         default="fp32",
         help="precision of the features; in bf16, open_clip's loss runs under autocast",
     )
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="one GPU per rank (default cpu)")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="cuda needs one GPU per rank (default cpu)"
+    )
     parser.add_argument("--repeats", type=int, default=20, help="timed steps of each method, interleaved (default 20)")
     arguments = parser.parse_args()
     print(f"{machine(arguments.device)}, {arguments.precision}, d = {arguments.dim}, tau = {arguments.tau}", end="")

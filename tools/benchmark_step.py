@@ -7,36 +7,36 @@ OUT/speeds.csv, which begins with its origin, as the files in tools/measurements
     plain DDP       a loop with DistributedDataParallel, OpenCLIP's loss, this project's towers and webdataset's loader
     open_clip       the program open_clip_train.main with the same timm trunk and open_clip's text tower of equal size
 
-They run in fresh processes without a profiler, interleaved (ABCABC), with the same seed, batch, pixels, tokenizer,
+They run in fresh processes without a profiler, interleaved (ABCABC), with the same seed, batch, image size, tokenizer,
 AdamW settings, captions of the same lengths, and numbers of loader processes and threads. All programs write a
-TensorBoard point every --log-every steps; the wall times of these points give the speed. With --data random, one more
-step counts launches: on a GPU, the kernels, copies and memsets that the profiler records; on a CPU, aten operations
-without views and allocations.
+TensorBoard point every --log-every steps; the wall times of these points give the speed. With --data random, our
+programs and plain DDP count the launches of one more step: on a GPU, the kernels, copies and memsets that the profiler
+records; on a CPU, aten operations without views and allocations, unless the towers are compiled.
 
 --variants selects configs of our programs. `default` is the config as given. `baseline` turns off four changes: lean
 (optimizer.lean_zero1), packed (model.text.packed), class_token (model.vision.class_token_only) and compiled
 (model.compile=blocks). The name of a change turns on this change alone, and `all` turns on all of them (lean only with
 ZeRO 1 in bf16). Single changes are measured only for the first of --methods and --rows, and further methods only for
 the first of --rows. The peers pad captions and compute all tokens in all blocks, unless options of open_clip change
-this; ddp_compiled compiles the towers of plain DDP. With --peer-flags, open_clip runs once for each of these flags,
-with the options that are passed as one string (an empty string for none). --open-clip-main also runs a checkout of
-open_clip's main branch, once for every --open-clip-main-flags. The ratios compare the last of --variants with every
+this; ddp_compiled compiles the towers of plain DDP. Each --peer-flags is one string with options of open_clip, and
+open_clip runs once with each of these strings (an empty string for no options). --open-clip-main also runs a checkout
+of open_clip's main branch, once with each --open-clip-main-flags. The ratios compare the last of --variants with every
 program.
 
-With --caption-tokens, random captions have N tokens on average (lognormal, with a standard deviation of 0.53 N, which
-is between those of CC3M's and CC12M's captions), or lengths drawn from a file with one length per line. The default,
-`full`, fills the context.
+With --caption-tokens=N, random captions have N tokens on average (lognormal, with a standard deviation of 0.53 N, which
+is between those of CC3M's and CC12M's captions). With --caption-tokens=FILE, their lengths are drawn from a file with
+one length per line. The default, `full`, fills the context.
 
 With --time-limit, runs of the part `speed` that would probably exceed the limit are omitted. A program that fails is
 reported at the end; the others still run.
 
-The part `shares` prints the objective's share of a step of --share-model. The towers and the optimizer are timed in
-real steps of --share-rows pairs. The objective alone is timed at that batch size and at the paper's global batch size,
-for which the towers are assumed to take the same time per pair.
+The part `shares` prints the objective's share of a step of --share-model with openclip, fastclip_v3 and neuclip. The
+towers and the optimizer are timed in real steps of --share-rows pairs. The objective alone is timed at that batch size
+and at the paper's global batch size, for which the towers are assumed to take the same time per pair.
 
 The part `throughput` prints a table for the documentation: samples/s of our steps on random pairs, the share of the
-GPUs' peak FLOP/s that the towers reach (MFU, without recomputed operations; only in bf16), and the objective's share of
-profiled steps, in which the profiler slows down the host.
+GPUs' peak FLOP/s that the towers reach (MFU, without recomputed operations; only in bf16 on H100, H200, A100 and T4
+GPUs), and the objective's share of profiled steps, in which the profiler slows down the host.
 
 Config options, such as --data.decoder=pil or --objective.temperature.initial=0.01, are passed to all programs.
 
@@ -82,7 +82,7 @@ from neuclip_ds.data.build import open_manifest
 from neuclip_ds.data.demo import demo_split
 from neuclip_ds.data.open_data import iter_captions
 from neuclip_ds.data.shards import resolve_shards
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, counted
 from neuclip_ds.losses.methods import find_method
 from neuclip_ds.models.bpe import train_bpe
 from neuclip_ds.models.trained_parts import Parameters
@@ -151,7 +151,7 @@ class Setting:
 
     @property
     def steps(self) -> int:
-        """Steps after the warm-up; open_clip writes its points one step late."""
+        """Steps after the warm-up: --steps plus a logging interval, as open_clip writes its points one step late."""
         return int(self.arguments.steps + self.arguments.log_every)
 
     def config(self, method: str | None = None, *more: str) -> Config:
@@ -239,7 +239,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--peer-flags",
         action="append",
-        help="open_clip options for a run of open_clip (default: none); may be repeated",
+        help="options for a run of open_clip, as one string (default: none); may be repeated",
     )
     parser.add_argument(
         "--open-clip-main", type=Path, help="checkout of open_clip's main branch, which is measured too"
@@ -247,7 +247,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--open-clip-main-flags",
         action="append",
-        help="open_clip options for a run of the main branch; may be repeated",
+        help="options for a run of the main branch, as one string (default: none); may be repeated",
     )
     parser.add_argument(
         "--caption-tokens",
@@ -265,7 +265,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--log-every", type=int, default=5, help="steps between TensorBoard points (default: 5)")
     parser.add_argument("--repeats", type=int, default=2, help="interleaved repetitions (default: 2)")
     parser.add_argument("--workers", type=int, default=1, help="loader processes per rank (default: 1)")
-    parser.add_argument("--threads", type=int, help="threads per rank (default: cores / ranks)")
+    parser.add_argument(
+        "--threads", type=int, help="threads per rank (default: cores / ranks, and 1 in the part `shares`)"
+    )
     parser.add_argument(
         "--precision",
         choices=("fp32", "bf16"),
@@ -295,7 +297,12 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         type=int,
         help=f"ranks that share --paper-batch (default: {_PAPER_RANKS}, or the number of GPUs)",
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmark_step"), help="folder for all outputs")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/benchmark_step"),
+        help="folder for all outputs (default: runs/benchmark_step)",
+    )
     arguments, overrides = parser.parse_known_args(argv)
     arguments.overrides = overrides
     return arguments
@@ -321,8 +328,11 @@ def require_captions(arguments: argparse.Namespace) -> None:
     """Raise `UserError` if --caption-tokens is invalid or has no effect."""
     context_length = config_for(None, [arguments.recipe, *arguments.overrides]).model.text.resolved_context_length()
     caption_lengths(arguments.caption_tokens, 1, context_length, torch.Generator())
-    if arguments.caption_tokens != FULL and RANDOM not in arguments.data and "throughput" not in arguments.parts:
-        raise UserError("--caption-tokens has no effect without random captions; add --data random.")
+    has_random_captions = "throughput" in arguments.parts or ("speed" in arguments.parts and RANDOM in arguments.data)
+    if arguments.caption_tokens != FULL and not has_random_captions:
+        raise UserError(
+            "--caption-tokens has no effect: only the part `speed` with --data random and the part `throughput` use it."
+        )
 
 
 def describe(arguments: argparse.Namespace) -> list[str]:
@@ -412,7 +422,9 @@ def compare(arguments: argparse.Namespace) -> None:
                     write_csv(arguments.out / SPEEDS, arguments.description, speed_rows(arguments, measured))
     print(f"\n{markdown(speed_rows(arguments, measured))}", flush=True)
     print_sizes(arguments.out, settings[-1])
-    failures = [f"{entry.program} ({entry.ranks} ranks): {entry.problem}" for entry in measured if entry.failed]
+    failures = [
+        f"{entry.program} ({counted(entry.ranks, 'rank')}): {entry.problem}" for entry in measured if entry.failed
+    ]
     if failures:
         raise UserError("Programs failed:\n" + "\n".join(failures))
 
@@ -459,7 +471,7 @@ def run_timed(program: Program, entry: Measured, setting: Setting, turn: int, cl
     finally:
         clock.add(time.monotonic() - start)
     entry.launches = read_launches(run_folder(program, setting, turn))
-    line = f"{setting.ranks} ranks, {setting.rows} pairs, turn {turn + 1}, {program.name}"
+    line = f"{counted(setting.ranks, 'rank')}, {setting.rows} pairs, turn {turn + 1}, {program.name}"
     report(f"{line}: {entry.speeds[turn]:,.1f} samples/s")
 
 
@@ -495,7 +507,7 @@ def setting_for(
 
 
 def make_tokenizer(arguments: argparse.Namespace, source: str) -> tuple[Path, int] | None:
-    """Train one tokenizer on the captions for all programs; return None if the recipe names a tokenizer."""
+    """Train a tokenizer for all programs on the captions; return None if the config names one other than `clip_bpe`."""
     text = config_for(None, [arguments.recipe, *arguments.overrides]).model.text
     if text.tokenizer not in (None, CLIP_BPE):
         return None
@@ -626,7 +638,7 @@ def run(program: Program, setting: Setting, turn: int) -> float:
 
 
 def print_sizes(out: Path, setting: Setting) -> None:
-    """Print the number of parameters of our model and of open_clip's model."""
+    """Print the number of parameters of our model and, if open_clip ran, of its model."""
     config = setting.config()
     config.model.text.tokenizer = None  # the embedding then has vocab_size rows
     count = Parameters.of(MemoryQuery(config, 1).build()).total
@@ -676,7 +688,7 @@ def loss_seconds(setting: Setting) -> dict[str, float]:
     """Return the seconds of a step of the loss without towers, by method."""
     path = setting.write("objective", 1)
     folder = Path(path).with_suffix("")
-    report(f"the objective alone, {setting.ranks} ranks of {setting.rows} pairs")
+    report(f"the objective alone, {counted(setting.ranks, 'rank')} with {setting.rows} pairs each")
     options = [f"--repeats={setting.arguments.repeats}", "--objective", *_METHODS_OF_SHARES]
     setting.start(PEERS / "ours.py", folder, path, *options)
     seconds: dict[str, float] = json.loads((folder / "seconds.json").read_text(encoding="utf-8"))

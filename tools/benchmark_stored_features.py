@@ -2,7 +2,8 @@
 
 The model has a timm ViT-B/32 and a text tower of CLIP's size, with random weights; the images are the demo's scenes,
 enlarged to 224 px. Only the projections train: first with the frozen towers in place, then on their stored outputs.
-Then `neuclip-ds filter --near-duplicates` compares random image features. Times are CPU seconds with one thread.
+Then `neuclip-ds filter --near-duplicates` compares random image features. Times are CPU seconds with one thread; those
+of the commands include their imports.
 
 Example: python tools/benchmark_stored_features.py
 """

@@ -328,7 +328,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="loader processes (default: 2)")
     parser.add_argument("--prefetch", type=int, default=4, help="batches that each process prepares ahead (default: 4)")
     parser.add_argument("--image-size", type=int, default=224, help="side of the square crop (default: 224)")
-    parser.add_argument("--decoder", choices=("pil", "simplejpeg"), default="pil")
+    parser.add_argument("--decoder", choices=("pil", "simplejpeg"), default="pil", help="JPEG decoder (default: pil)")
     parser.add_argument(
         "--latency-ms", type=float, default=50, help="S3 server's latency per request, in ms (default: 50)"
     )

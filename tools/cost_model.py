@@ -1,4 +1,4 @@
-"""Estimate a recipe's step time and traffic on nodes of eight H100 GPUs, for which there are no measurements.
+"""Estimate a recipe's step time and traffic on nodes of eight H100 GPUs, which have not been measured.
 
 The work of a step and all its collectives are counted on one simulated rank (step_costs.py). The estimate is
 

@@ -8,8 +8,8 @@ A data file is a CSV table below lines of the form `# key: value`:
     date      ISO date of the measurement
     commit    of the code that ran, or `unknown`
     code      files and folders that the numbers describe
-    command   that prints the table
-    note      anything else; may be repeated
+    command   that printed the table at this commit (optional)
+    note      anything else (optional); may be repeated
 """
 
 from __future__ import annotations
@@ -232,14 +232,18 @@ def processor() -> str:
 
 
 def this_machine() -> tuple[str, str]:
-    """Return the device (the name of a GPU, or CPU), and a description of the hardware and of torch's version."""
+    """Return the device, and a description of the hardware and of torch's version.
+
+    The device is one of `DEVICES`, or the full name of a GPU that is not listed there.
+    """
     import torch
 
     cores = f"{os.cpu_count()} cores of an {processor()}, torch {torch.__version__}"
     if not torch.cuda.is_available():
         return "CPU", cores
     gpu = torch.cuda.get_device_name()
-    return device_of(gpu), f"{torch.cuda.device_count()} x {gpu}, {cores}"
+    device = device_of(gpu)
+    return gpu if device == "CPU" else device, f"{torch.cuda.device_count()} x {gpu}, {cores}"
 
 
 def device_of(hardware: str) -> str:

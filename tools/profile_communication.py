@@ -27,7 +27,7 @@ from benchmarking.method_config import STORED_WIDTH, config_for
 from neuclip_ds.cli.program import Parser, exit_on_mistake
 from neuclip_ds.config import dump
 from neuclip_ds.distributed.environment import read_environment
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, counted
 
 METHODS = ["openclip_reference", "openclip", "fastclip_v3", "neuclip"]
 _SHOWN = 15  # number of last lines of a failed program's output
@@ -75,7 +75,7 @@ def compare(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
         breakdowns.append(json.loads((folder / BREAKDOWN).read_text(encoding="utf-8")))
         seconds = breakdowns[-1]["seconds"]
         print(
-            f"{method}, ZeRO {stage}, {world_size} ranks: {1e3 * seconds['total']['mean']:.1f} ms per step, "
+            f"{method}, ZeRO {stage}, {counted(world_size, 'rank')}: {1e3 * seconds['total']['mean']:.1f} ms per step, "
             f"{1e3 * seconds['communication']['mean']:.1f} ms of which are communication",
             flush=True,
         )
@@ -115,7 +115,8 @@ def run_on_ranks(
         rank_said = path.read_text(errors="replace").partition("torch/distributed/elastic")[0]  # only the ranks' output
         lines = [line for line in rank_said.splitlines() if line.strip() and "torch/_" not in line]  # no torch messages
         end = "\n".join(lines[-_SHOWN:])
-        raise UserError(f"{name} on {ranks} ranks ended with exit code {code}; {path} ends with\n{end}")
+        ranks_output = f"The last lines of the ranks' output in {path}"
+        raise UserError(f"{name} on {counted(ranks, 'rank')} ended with exit code {code}. {ranks_output}:\n{end}")
 
 
 def profile_rank(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:

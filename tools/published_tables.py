@@ -7,7 +7,7 @@ import yaml
 from data_files import ROOT, grid
 
 _SCORES: list[dict[str, Any]] = yaml.safe_load((ROOT / "docs/reference/published_scores.yaml").read_text("utf-8"))
-# data; B; start of the source's name; key of the setting; end of the names of its rows
+# data, batch size, and what to read in published_scores.yaml: start of `source`, setting, and suffix of the row names
 _FROM_SCRATCH = [
     ("CC3M, 2.7M pairs", "1,024", "NeuCLIP (ICLR 2026)", "cc3m", ""),
     ("CC12M, 9.2M pairs", "2,048", "NeuCLIP (ICLR 2026)", "cc12m", ""),
@@ -17,7 +17,7 @@ _FROM_SCRATCH = [
     ("DFN-192M", "5,120", "NeuCLIP (ICLR 2026)", "dfn192m", ""),
     ("DFN-1B, 1B samples seen", "5,120", "NeuCLIP (ICLR 2026)", "dfn1b", ""),
 ]
-# head of a column -> names of its row; the tables of NeuCLIP and AmorLIP do not name the version of FastCLIP
+# head of a column -> names of its row, the first that exists; NeuCLIP and AmorLIP do not name FastCLIP's version
 _COLUMNS = {
     "`fastclip_v3`": ("fastclip_v3", "fastclip"),
     "`neuclip`": ("neuclip",),
@@ -48,7 +48,7 @@ def from_scratch() -> str:
 
 
 def fine_tuned() -> str:
-    """Published means over 38 tasks of checkpoints and of models that were fine-tuned from them."""
+    """Published means over 38 tasks, for checkpoints and for models that were fine-tuned from them."""
     rows: list[list[str]] = []
     for title, key in _FINE_TUNED.items():
         published = _means("TuneCLIP, Tables 1,", key)

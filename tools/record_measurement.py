@@ -1,7 +1,8 @@
 """Run the command of a data file again, and write the table that it prints with this machine, date and commit.
 
-A file in tools/measurements names its command; pass another one, such as one with your paths, after `--`. The command
-must print a Markdown table with the file's columns, in any order; other columns are omitted.
+Most files in tools/measurements name their command. Pass another one after `--`, for example with your paths, or if the
+file's command was for an earlier version of its program. The command must print a Markdown table with the file's
+columns, in any order; other columns are omitted.
 
 Examples:
   python tools/record_measurement.py objective

@@ -1,4 +1,4 @@
-"""Compare the losses in many thousands of steps on two CPU cores: small heads on frozen features, or small towers.
+"""Compare the losses by training small heads on frozen features, or small towers, for thousands of steps on CPU cores.
 
 The first call computes the features; with --pixels or --trainer, it writes the towers' inputs instead.
 OUT/results.jsonl receives a line for each run that ended, so the same command resumes a study that was interrupted.
@@ -80,7 +80,7 @@ def main() -> None:
         "--stages", nargs="+", help="stages of plan.yaml to run, in order (default: all stages for this data)"
     )
     parser.add_argument("--arms", nargs="+", help="arms of the stages to run (default: all)")
-    parser.add_argument("--batch", nargs="+", type=int, help="batch sizes of the stages to run (default: all)")
+    parser.add_argument("--batch", nargs="+", type=int, help="only runs with these batch sizes (default: all)")
     parser.add_argument(
         "--processes", type=int, default=2, help="number of runs that execute at the same time, each on one core"
     )
@@ -192,7 +192,7 @@ def stages_to_run(folders: Mapping[str, Path], options: argparse.Namespace) -> d
 
 
 def missing(stage: str, known: Mapping[str, Any], features: Path, arms: Sequence[str] | None = None) -> list[Job]:
-    """Return the runs of a stage that have not ended, or whose heads later runs need and this folder lacks.
+    """Return the runs of a stage that have not ended, or whose heads later runs need but `features` does not contain.
 
     Raises:
         UserError: results.jsonl contains one of the runs with other settings, or a search has not ended.
@@ -257,10 +257,13 @@ def _lacks_heads(job: Job) -> bool:
 
 
 def jobs(stage: str, known: Mapping[str, Any], features: Path, arms: Sequence[str] | None = None) -> Iterator[Job]:
-    """Yield the runs of a stage, for all arms or only for `arms`; a stage that follows a search needs its results.
+    """Yield the runs of a stage, for all arms or only for `arms`.
 
     In a search, all points run with the first seed. Once these runs have ended, the best `shortlist` points also run
     with the other seeds.
+
+    Raises:
+        UserError: the stage follows a search that has not ended.
     """
     plan = PLAN["stages"][stage]
     seeds = range(1, plan["seeds"] + 1)
@@ -312,7 +315,7 @@ def grid_of(stage: str, arm: str) -> dict[str, list[Any]]:
 
 
 def with_settings(settings: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with dotted names set."""
+    """Return a copy of the settings with the values of `point`, whose names are dotted paths."""
     copied: dict[str, Any] = json.loads(json.dumps(settings))
     for name, value in point.items():
         *path, last = name.split(".")
@@ -333,7 +336,9 @@ def best_of(stage: str, arm: str, known: Mapping[str, Any]) -> dict[str, Any]:
     candidates = [[f"{setting}/seed{seed}" for seed in seeds] for setting in shortlist(stage, arm, known)]
     missing_runs = [name for names in candidates for name in names if name not in known]
     if not candidates or missing_runs:
-        raise UserError(f"The stage {stage} is not complete for the arm {arm}; run this stage first.")
+        raise UserError(
+            f"results.jsonl lacks runs of the stage {stage} for the arm {arm}: run this stage first, or add them."
+        )
 
     def mean_recall(names: list[str]) -> float:
         return statistics.mean(known[name]["results"]["recall"] for name in names)

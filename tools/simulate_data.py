@@ -22,7 +22,7 @@ from neuclip_ds.cli.program import Parser, exit_on_mistake
 from neuclip_ds.data.interleave import Interleave, choose_interleave
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.prefetch import RequestWindow, ShardRequest, shards_ahead
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, counted
 from neuclip_ds.recipe import parse
 
 SHARD_SAMPLES = 10_000
@@ -208,7 +208,9 @@ def main() -> None:
     ends = np.cumsum(relative_sizes) / relative_sizes.sum()
     sizes = np.diff(np.floor(n * np.append(0, ends)).astype(np.int64))
     shard_bytes = (sizes * options.sample_kb * 1e3).astype(np.int64)
-    print(f"{n:,} samples in {len(sizes):,} shards of {shard_bytes.sum() / 1e9:,.0f} GB, batch {data.batch_size:,}")
+    print(
+        f"{n:,} samples in {len(sizes):,} shards, {shard_bytes.sum() / 1e9:,.0f} GB in all; batch {data.batch_size:,}"
+    )
 
     def order_of(interleave: Interleave) -> GlobalOrder:
         return GlobalOrder(np.cumsum(sizes) - sizes, sizes, data.batch_size, 0, interleave, drop_last=True)
@@ -226,13 +228,14 @@ def main() -> None:
                     block=data.shuffle_block_size,
                 )
             except UserError as error:
-                print(f"\n{nodes} nodes, {cache:g} GB: {error}")
+                print(f"\n{counted(nodes, 'node')}, {cache:g} GB: {error}")
                 continue
             order = order_of(interleave)
             node = Node(1e9 * cache, 1e9 * options.bandwidth_gb, data.batch_size / nodes / options.rate)
             flow = simulate(order, shard_bytes, node, nodes, nodes // 2, options.epochs)
             window = min(math.prod(interleave), n)
-            print(f"\n{nodes} nodes, {cache:g} GB: {interleave.streams} streams, {window:,} samples shuffled together")
+            title = f"{counted(nodes, 'node')}, {cache:g} GB: {counted(interleave.streams, 'stream')}"
+            print(f"\n{title}, {window:,} samples shuffled together")
             print(
                 f"  planned        {order.resident_bytes(shard_bytes, nodes) / 1e9:,.1f} GB of shards in use at a time"
             )

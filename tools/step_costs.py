@@ -483,7 +483,7 @@ def engine_calls(
         reductions = _reductions(rules, shapes, world_size, micro_batches)
         norms = _norms(rules, shapes, world_size, clips=engine.get("gradient_clipping", 0) > 0)
     calls = [*reductions, *_gathers(rules, shapes, world_size, micro_batches), *norms]
-    if optimizer == "lamb" and rules.stage:  # squared norms of matrices and updates, once per step on matrices
+    if optimizer == "lamb" and rules.stage:  # squared norms of matrices and updates, once per `step` on matrices
         for parts in optimizer_steps(rules, shapes.adapted, world_size):
             matrices = sum(map(len, parts))
             calls.append(Call(purpose="optimizer", op="all_reduce", size=2 * _FLOAT_BYTES * matrices))

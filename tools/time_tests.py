@@ -60,7 +60,9 @@ class Area:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("areas", nargs="*", help="folders in tests/ (default: all)")
+    parser.add_argument(
+        "areas", nargs="*", help="folders in tests/, or 'test_*.py' for the files directly in tests/ (default: all)"
+    )
     parser.add_argument("--processes", type=int, default=2, help="number of pytest processes at once")
     options = parser.parse_args()
     with exit_on_mistake():

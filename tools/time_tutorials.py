@@ -3,8 +3,8 @@
 The program clones the last commit. tutorials.yaml lists the steps; the commands and the files that a reader saves are
 read from the pages. A step that fails stops the program.
 
-The page stored_features.md needs Flickr8k and its two encoders: pass the folder of the unpacked dataset. Without this
-folder, the page is omitted.
+The page stored_features.md needs the unpacked folder of Flickr8k, which you pass, and two encoders from the Hugging
+Face hub or its cache. Without the folder, this page is omitted by default.
 
 Examples:
   python tools/time_tutorials.py
@@ -51,9 +51,11 @@ def main() -> None:
         "flickr8k",
         nargs="?",
         type=Path,
-        help="folder of Flickr8k, with Images/ and captions.txt; without it, the tutorial that needs it is skipped",
+        help="folder of Flickr8k, with Images/ and captions.txt; the page stored_features needs it",
     )
-    parser.add_argument("--pages", nargs="+", help="names of pages (default: all)")
+    parser.add_argument(
+        "--pages", nargs="+", help="names of pages (default: all, but stored_features only with Flickr8k)"
+    )
     options = parser.parse_args()
     with exit_on_mistake():
         steps = read_steps()

@@ -9,16 +9,11 @@ from typing import Any
 from neuclip_ds.engine.config import precision, zero_stage
 from neuclip_ds.engine.zero import Wrapper
 
-# keys of `zero_optimization` that are read here or worth tuning, with DeepSpeed's defaults
+# keys of `zero_optimization` that this module and step_costs.py read, with DeepSpeed's defaults
 _DEFAULTS = {
     "reduce_bucket_size": 500_000_000,
-    "contiguous_gradients": True,
-    "reduce_scatter": True,
-    "use_multi_rank_bucket_allreduce": True,
     "sub_group_size": 1_000_000_000,
-    "stage3_prefetch_bucket_size": 50_000_000,
     "stage3_max_live_parameters": 1_000_000_000,
-    "stage3_max_reuse_distance": 1_000_000_000,
     "stage3_param_persistence_threshold": 100_000,
 }
 _FIXED_BUCKET = 500_000_000  # elements per all-reduce in wrappers other than `ZERO_1_2` and `ZERO_3`; no key sets it

@@ -3,8 +3,8 @@
 Type a text query or drop an image, and the page shows the nearest images and captions. --images is a folder of image
 files (the caption of a.jpg is in a.txt) or shards, as in data.train. MODEL is a run's folder (its newest checkpoint), a
 checkpoint, or a pretrained model, as in model.pretrained. The features are computed at each start, or read from the
-folders in --features, which `neuclip-ds embed` wrote. The page sends nothing to other machines, and by default, only
-this machine can open it. docs/how-to/explore.md describes the page.
+folders in --features, which `neuclip-ds embed` wrote. The page sends no images or texts to other machines, and by
+default, only this machine can open it. docs/how-to/explore.md describes the page.
 
 Examples:
   neuclip-ds explore runs/demo --images demo:val

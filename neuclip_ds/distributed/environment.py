@@ -1,4 +1,7 @@
-"""Read the launcher's environment variables. The module does not import torch, so it reports errors at once."""
+"""Read the launcher's environment variables, and check this machine for GPUs, orphaned ranks and the hostfile.
+
+The module does not import torch, so it reports errors at once.
+"""
 
 import os
 import re
@@ -74,7 +77,8 @@ def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
 
     A single rank uses its own machine as MASTER_ADDR and a free port; an srun step uses its first node and a port
     derived from the job ID. Under mpirun, MPI can provide a missing address, so nothing is set; under other launchers,
-    a missing address raises `UserError`.
+    a missing address raises `UserError`. A missing local rank also raises `UserError` under a launcher that sets only
+    PMI_RANK and PMI_SIZE.
     """
     names = _variables_of_launcher(env)
     if names is None or (names not in (_TORCH, _SLURM) and read_environment(env).world_size == 1):
@@ -118,7 +122,7 @@ def refuse_missing_gpus(torch_build: str) -> None:
     """Raise `UserError` if training on the CPU is a mistake; call this if DeepSpeed has found no GPU.
 
     It is a mistake if the machine has GPUs or if the process was started by `deepspeed --num_gpus N`. The alias
-    `--num_accelerators` is allowed, because it can also mean CPU ranks. DS_ACCELERATOR=cpu disables these checks.
+    `--num_accelerators` is allowed, because it can also mean CPU ranks. If DS_ACCELERATOR is set, nothing is checked.
 
     Args:
         torch_build: torch's version and the platform that it was built for.

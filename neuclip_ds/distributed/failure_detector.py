@@ -89,8 +89,8 @@ class FailureDetector:
 
     The exit code is 2 for a `UserError`, 128 + the signal's number for `Interrupted`, and otherwise 1. Rank 0 reports
     `UserError`, `Interrupted` or `TrainingDiverged` in one line. For any other exception, the rank that failed first
-    logs the traceback, and local rank 0 of each node logs one line; if local rank 0 failed first, the next rank of its
-    node logs the line.
+    logs the traceback. In that case, or if a rank was killed, local rank 0 of each node logs one line; if local rank 0
+    itself failed first, the next rank of its node logs the line.
 
     Args:
         environment: rank and world size of this process; all ranks (at least two) must enter the block.

@@ -71,7 +71,8 @@ def process_group(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
         max_outage: longest time in seconds that a node may wait for its storage while others wait in a collective.
 
     Raises:
-        UserError: ranks are missing, have no GPU although others do, or run different code or a different task.
+        UserError: ranks are missing, cannot be reached or have no usable GPU, or differ in their devices, library
+            versions, code or task.
     """
     refuse_missing_hostfile()
     before = os.environ.copy()

@@ -1,7 +1,8 @@
 """A run's DeepSpeed config: the user's JSON file plus settings from the recipe. The module does not import torch.
 
 The recipe sets the batch size, learning rate, optimizer and clipping; the JSON file sets precision, ZeRO and offload.
-If the JSON file also sets one of the recipe's options, the value must equal the recipe's or be "auto".
+If the JSON file also sets batch sizes or clipping, the value must equal the recipe's or be "auto"; the sections
+`optimizer` and `scheduler` are rejected.
 """
 
 from importlib.metadata import PackageNotFoundError, version

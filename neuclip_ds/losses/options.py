@@ -41,7 +41,8 @@ class TemperatureConfig(Section):
     """Variable that the optimizer of a global temperature updates: log(1/tau), as in all released code, or tau itself
     (FastCLIP Procedure 5). With individual temperatures it is always tau."""
     lr: float | None = Field(None, ge=0)
-    """Peak learning rate of the temperature. By default, the encoders' peak learning rate, `optimizer.lr`."""
+    """Peak learning rate of the temperature and of SigLIP's bias; 0 keeps both constant. By default, the encoders' peak
+    learning rate, `optimizer.lr`, or 0.01 for isogclr."""
     rule: Literal["robust", "learned"] | None = None
     """How neuclip and neuclip_queue learn tau. `robust` uses rho (NeuCLIP eq. 12) and is neuclip's default. `learned`
     works as in OpenCLIP, with eps = 1/(n-1) and without rho, and is neuclip_queue's default."""
@@ -54,6 +55,8 @@ class TemperatureConfig(Section):
 
     @model_validator(mode="after")
     def _bounds_hold_initial(self) -> TemperatureConfig:
+        if self.minimum > self.maximum:
+            raise ValueError(f"minimum={self.minimum} is above maximum={self.maximum}; change one of them")
         if self.initial is not None and not self.minimum <= self.initial <= self.maximum:
             raise ValueError(
                 f"initial={self.initial} is outside [minimum={self.minimum}, maximum={self.maximum}]; change initial "
@@ -157,6 +160,9 @@ class ObjectiveConfig(Section):
             readers = [other for other, row in METHODS.items() if not row.refuses_reference]
             reason = f" The loss of {name} does not support a reference model."
             raise UserError(_unread_message(name, "objective.reference_model", readers, reason))
+        if isinstance(temperature, dict) and "rule" in temperature and temperature["rule"] is None:
+            # null, as in the saved config of a method without rules, is the method's default
+            tree = {**tree, "temperature": {key: value for key, value in temperature.items() if key != "rule"}}
         return merge(method.defaults, tree)
 
     @model_serializer(mode="wrap")

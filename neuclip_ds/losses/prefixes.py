@@ -80,7 +80,7 @@ class PrefixedLoss(LossFunction):
         super().__init__({**components, "": whole})
 
     def gathers(self, position: Position) -> bool:
-        return self.whole.gathers(position)  # which depends on the options and the position, and not on the width
+        return self.whole.gathers(position)  # the same for every width
 
     def __call__(self, batch: GatheredFeatures, position: Position, training: bool) -> LossOutput:
         output = self.whole(batch, position, training)

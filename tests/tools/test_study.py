@@ -152,7 +152,7 @@ def test_a_study_resumes_where_it_was_interrupted(
     final = {"arms": ["openclip", "fixed"], "batch": [10], "seeds": 1, "set": {"epochs": 1}, "best_of": "search"}
     arms = {"openclip": arm, "fixed": {"loss": "openclip", "lr": 2e-3}}  # `fixed` has no settings to search
     monkeypatch.setattr(run_study, "PLAN", {"arms": arms, "stages": {"search": search, "final": final}})
-    with pytest.raises(UserError, match="search is not complete"):
+    with pytest.raises(UserError, match="lacks runs of the stage search"):
         list(run_study.jobs("final", {}, features))
     records: dict[str, Any] = {}
     for new in (2, 1):  # both settings with the first seed, then the better one with the second

@@ -78,3 +78,11 @@ def test_a_measurement_is_recorded_with_its_origin(tmp_path: Path, monkeypatch: 
         measured_again(file, [sys.executable, "-c", "print('| loss |')"])
     with pytest.raises(UserError, match="ended with exit code 3"):
         measured_again(file, [sys.executable, "-c", "raise SystemExit(3)"])
+
+
+def test_a_gpu_that_is_not_listed_keeps_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    for name, device in {"NVIDIA H200": "H200", "NVIDIA A100-SXM4-80GB": "NVIDIA A100-SXM4-80GB"}.items():
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda name=name: name)
+        assert data_files.this_machine()[0] == device

@@ -54,7 +54,7 @@ def count_launches(step: Callable[[], object]) -> int:
 def record_launches(step: Callable[[], object], folder: Path, rank: int, compiles: bool) -> None:
     """Run a step and write its number of launches to the folder, for `read_launches`; all ranks call this together.
 
-    Does nothing on a CPU if the towers are compiled (`compiles`), because compiled code is not counted there.
+    On a CPU, do nothing if the towers are compiled (`compiles`), because the count would be that of uncompiled code.
     """
     if compiles and not torch.cuda.is_available():
         return

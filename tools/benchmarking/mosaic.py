@@ -14,7 +14,7 @@ def has_mosaic() -> bool:
     """Return whether MosaicML streaming is installed; if not, print how to install it."""
     if importlib.util.find_spec("streaming") is not None:
         return True
-    print("MosaicML streaming is omitted: it is not installed (make peers, or pip install mosaicml-streaming).")
+    print("MosaicML streaming is omitted: it is not installed (make peers).")
     return False
 
 
@@ -35,5 +35,5 @@ def samples_of(manifest: Manifest) -> Iterator[RawSample]:
 
 
 def payload_bytes(sample: RawSample) -> int:
-    """Return the number of bytes of a sample that training uses."""
+    """Return the number of bytes in a sample's image and captions."""
     return len(sample.image or b"") + sum(map(len, sample.texts.values()))

@@ -1,9 +1,9 @@
 """Serve the subfolders of a folder as S3 buckets, with the latency and bandwidth of a distant store.
 
 The server answers the read requests of boto3, s3fs and curl: GET and HEAD of an object, with ranges, and ListObjectsV2,
-all path-style and with any signature. `GET /?counters` returns as JSON the number of requests answered and of body
-bytes sent so far; this request is neither delayed nor counted. The server listens on 127.0.0.1 and ends with its parent
-program.
+all path-style and with any signature. `GET /?counters` returns as JSON the numbers of requests received and of bytes of
+objects sent so far; this request is neither delayed nor counted. The server listens on 127.0.0.1 and ends with its
+parent program.
 
     python tools/benchmarking/object_store.py FOLDER --latency-ms 50 --bandwidth-mb 20
 """
@@ -31,10 +31,10 @@ _ISO_DATE = "2026-01-01T00:00:00.000Z"
 
 
 class Counters(NamedTuple):
-    """Numbers of requests that a store has answered and of bytes that it has sent."""
+    """Numbers of requests that a store has received and of bytes of objects that it has sent."""
 
     requests: int
-    bytes: int  # bytes in the bodies
+    bytes: int
 
     def since(self, before: "Counters") -> "Counters":
         return Counters(self.requests - before.requests, self.bytes - before.bytes)
@@ -96,7 +96,7 @@ class _Link:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    request_queue_size = 512  # pending connections; with the default of 5, others are repeated after a second
+    request_queue_size = 512  # pending connections; with the default of 5, clients retry further ones after a second
 
     def __init__(self, folder: Path, latency: float, link: _Link) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

@@ -169,7 +169,7 @@ def run_synthetic_profile(
     build: LossBuilder = build_loss,
     stored_width: int | None = None,
 ) -> None:
-    """Profile `run.profile_steps` steps after the first `after` steps; write tables with `name` to `folder`.
+    """Profile `run.profile_steps` steps after the first `after` steps; write the profile, labeled `name`, to `folder`.
 
     `stored_width` is as in `SyntheticSteps`.
     """

@@ -2,12 +2,12 @@
 
 `open_clip_train.main` runs with four changes. Its model combines this project's timm trunk with open_clip's text tower
 of the same size. Random pairs can replace its loader. On CPUs, DistributedDataParallel receives no device, because it
-accepts only GPUs. webdataset 1.0 does not mark the ends of shards, because open_clip was written for version 0.2 and
-cannot read these marks.
+accepts only GPUs. webdataset 1.0 omits its marks at the ends of shards, which open_clip, written for version 0.2,
+cannot read.
 
 The program runs version 3 and the main branch of June 2026, in which batches are dictionaries. There, the option
---length-bucketing sorts captions by length: random captions are all sorted, and each batch is cut after its longest
-caption, which is the best case for this option.
+--length-bucketing sorts captions by length. In the best case for this option, all captions are sorted, and each batch
+is cut after its longest caption; random captions are prepared in this way.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main() -> None:
     environment = read_environment()
     if arguments.random:
         program.get_data = lambda *_, **__: {"train": random_pairs(config, arguments, environment)}
-        program.get_tokenizer = lambda *_, **__: None  # the special ids of random tokens are not those of its default
+        program.get_tokenizer = lambda *_, **__: None  # its default tokenizer has other special ids than random tokens
     if not torch.cuda.is_available():
         torch.nn.parallel.DistributedDataParallel = _without_device  # type: ignore[misc,assignment]
     loading.tar_file_expander = functools.partial(tar_file_expander, eof_value=None)
@@ -189,7 +189,7 @@ def _without_device(model: nn.Module, device_ids: Any, **options: Any) -> Distri
 
 
 def _with_size_written(made: tuple[Any, ...], facts: Path | None) -> tuple[Any, ...]:
-    """Write the number of parameters of open_clip's model to `facts`, and return `made` unchanged."""
+    """Write the number of parameters of open_clip's model to `facts`, if it is not None; return `made` unchanged."""
     if facts is not None:
         count = sum(parameter.numel() for parameter in made[0].parameters())
         facts.write_text(json.dumps({"parameters": count}), encoding="utf-8")

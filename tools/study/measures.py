@@ -34,7 +34,7 @@ def recalls(images: Tensor, texts: Tensor, image_of: Tensor) -> dict[str, float]
     by_image = ((similarity >= best) & ~own).sum(dim=1)
     by_text = ((similarity >= similarity.gather(0, image_of[None])) & ~own).sum(dim=0)
     shares = []
-    for ahead in (by_image, by_text):  # number of candidates that are ranked before the own one
+    for ahead in (by_image, by_text):  # number of other candidates that rank before the match
         for k in (1, 5, 10):
             shares.append(float((ahead < k).double().mean()))
     return {"recall": 100 * statistics.mean(shares), "image_to_text@1": 100 * shares[0]}
@@ -47,9 +47,10 @@ def normalizers(
     """Return statistics of a sample of image anchors, whose exact normalizers g are means over all n - 1 negatives.
 
     `log_g` is the mean of log g. `kl` is the mean KL divergence of the anchors' softmax over their negatives from the
-    uniform distribution. The `ratio` of an anchor is its mean over a batch divided by g; it is the total weight of the
-    batch's negatives if the normalizer is exact. The `error` of an anchor is log u - log g, where u is the method's
-    estimate; it is omitted if the method has none, or one of other exponents.
+    uniform distribution. The `ratio` of an anchor is the mean over the negatives in a batch divided by g; with an
+    exact normalizer, it is the total weight of these negatives. The `error` of an anchor is log u - log g, where u is
+    the estimate of `loss_fn`; it is omitted without such an estimate (no `loss_fn`, an oracle, SigLIP), and for a run
+    with a reference model, whose exponents differ from those of g.
     """
     images, texts = heads.encode(pairs)
     rows = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0))[: max(ANCHORS, run.batch)]
@@ -73,7 +74,7 @@ def normalizers(
         "ratio_max": float(ratio.max()),
     }
 
-    # SigLIP has no normalizer, and those with a reference are of other exponents
+    # SigLIP has no normalizer, and with a reference model, the exponents differ from those of g
     if isinstance(loss_fn, ContrastiveLoss) and run.loss != "siglip" and not run.reference:
         estimates = []
         batches = zip(image.split(run.batch), text.split(run.batch), rows.split(run.batch), strict=True)

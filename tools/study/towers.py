@@ -127,7 +127,7 @@ def train_options(run: Run, shards: Path, name: str) -> dict[str, Any]:
     if run.loss.startswith("fastclip"):
         moving_average.setdefault("gamma_epochs", run.epochs / 2)  # FastCLIP's gamma falls for 18 of 37 epochs
     if run.loss == "siglip":
-        objective["siglip"] = {"bias": -math.log(run.batch - 1)}  # the prior of a pair to match
+        objective["siglip"] = {"bias": -math.log(run.batch - 1)}  # log odds that a random pair of the batch matches
     options: dict[str, Any] = {
         "run.name": re.sub(r"[^\w.,=+@-]+", "_", name),
         "run.output_dir": str(shards.with_name("runs")),
