@@ -79,7 +79,7 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
     folder = (config.run.output_dir / str(config.run.name)).absolute()  # the caller may change the working folder later
     with _one_thread(), restored_logging(), _default_settings():
         trainer.train(config, read_environment(), [*optional_hooks(config), *hooks])
-    # frees the model, and the process group, for whose threads a process that the caller forks would wait forever
+    # frees the model and the process group; a process that the caller forks would wait forever for the group's threads
     gc.collect()
     return Run(folder)
 

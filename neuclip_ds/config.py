@@ -26,7 +26,7 @@ from pydantic import (
 )
 from pydantic_settings import NoDecode
 
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, counted
 from neuclip_ds.losses.methods import method_of
 from neuclip_ds.losses.options import ObjectiveConfig, default_objective, objective_config
 from neuclip_ds.section import Section, is_given, merge
@@ -99,7 +99,7 @@ class SourceConfig(Section):
     """One of the data sources in a mixture."""
 
     path: str = Field(min_length=1)
-    """Pairs of the source, in any form that `data.train` accepts."""
+    """Pairs of the source, in any form that `data.train` accepts for a single source."""
     weight: float | None = Field(None, ge=0)
     """Weight of the source in each batch, relative to the other sources. By default, the source's number of samples."""
 
@@ -134,12 +134,12 @@ class AugmentConfig(Section):
 class DataConfig(Section):
     train: Annotated[str | list[SourceConfig], NoDecode] = ""
     """Training pairs: a folder of tar shards, a glob or brace pattern, a manifest folder, or `demo:train`; or several
-    weighted sources: [{path: /data/dfn, weight: 3}, {path: /data/cc12m, weight: 1}]."""
+    weighted sources: [{"path": "/data/dfn", "weight": 3}, {"path": "/data/cc12m", "weight": 1}]."""
     val: Annotated[Annotated[int, Field(ge=0)] | str, Field(union_mode="left_to_right")] = "auto"
-    """Held-out pairs for retrieval, in any form that `train` accepts, or the number of pairs to hold out of `train`.
-    `auto` uses the `val` folder next to `train` (next to the first of several sources) if it exists; otherwise, it
-    holds out 0.1% of the pairs, but at least 200 and at most 10,000, or none if `train` has fewer than 2,000 pairs. An
-    empty value disables validation."""
+    """Held-out pairs for retrieval: a single source, in any form that `train` accepts, or the number of pairs to hold
+    out of `train`. `auto` uses the `val` folder next to `train` (next to the first of several sources) if it exists;
+    otherwise, it holds out 0.1% of the pairs, but at least 200 and at most 10,000, or none if `train` has fewer than
+    2,000 pairs. An empty value disables validation."""
     zero_shot: str = "auto"
     """Zero-shot set: a folder with one subfolder of images per class, or a folder in CLIP_benchmark's layout. `auto`
     uses the `zero_shot` folder next to `train` (next to the first of several sources) if it exists; an empty value
@@ -226,7 +226,9 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _mixtures_fill_their_batches(self) -> DataConfig:
         if self.sources and self.drop_last:
-            raise ValueError("drop_last has no effect on a mixture of sources, whose batches are always full; omit it")
+            raise ValueError(
+                "drop_last has no effect on a mixture of sources, whose batches are always full; omit drop_last"
+            )
         return self
 
     @property
@@ -308,15 +310,14 @@ class VisionConfig(TowerConfig):
     where its speed has not been measured yet. Applies to pretrained towers too."""
     projection: Projection = "linear"
     """Projection of the image model's feature to the joint space, without biases: one `linear` layer, or an `mlp` with
-    (width + d) // 2 hidden units and GELU, as in open_clip."""
+    (width + d) // 2 hidden units and GELU, as in open_clip's `hf_proj_type`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Additional keyword arguments of `timm.create_model`, such as patch_size, embed_dim, depth and num_heads."""
     mean: tuple[float, float, float] | None = None
-    """Mean per channel, subtracted from pixels in [0, 1]. By default, the mean with which the weights in `pretrained`
-    were trained, else the mean of OpenAI's CLIP."""
+    """Mean per channel, subtracted from pixels in [0, 1]. With `pretrained`, by default timm's mean for the tag or, for
+    a file, timm's mean for the model; otherwise, by default, the mean of OpenAI's CLIP."""
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = None
-    """Standard deviation per channel, by which pixels are divided. By default, the standard deviation with
-    which the weights in `pretrained` were trained, else the standard deviation of OpenAI's CLIP."""
+    """Standard deviation per channel, by which pixels are divided; the default is chosen as for `mean`."""
 
     def resolved_image_size(self) -> int:
         """Return the image size of a tower that is built from the config, by default 224."""
@@ -433,7 +434,9 @@ class ModelConfig(Section):
     def _weights_have_one_source(self) -> ModelConfig:
         for name, tower in (("vision", self.vision), ("text", self.text)):
             if self.pretrained and tower.pretrained:
-                raise ValueError(f"model.pretrained provides both towers; omit it or model.{name}.pretrained")
+                raise ValueError(
+                    f"model.pretrained provides both towers; omit model.pretrained or model.{name}.pretrained"
+                )
         return self
 
     @model_validator(mode="after")
@@ -446,8 +449,8 @@ class ModelConfig(Section):
         if is_given(self, "embed_dim"):
             given.append("model.embed_dim")
         if given:
-            pronoun = "it" if len(given) == 1 else "them"
-            raise ValueError(f"the checkpoint of model.pretrained determines {', '.join(given)}; omit {pronoun}")
+            options = "this option" if len(given) == 1 else "these options"
+            raise ValueError(f"the checkpoint of model.pretrained determines {', '.join(given)}; omit {options}")
         return self
 
     @model_validator(mode="after")
@@ -513,7 +516,10 @@ class OptimizerConfig(Section):
     @model_validator(mode="after")
     def _rates_have_a_base(self) -> OptimizerConfig:
         if self.lr == 0 and (self.vision_lr or self.text_lr):
-            raise ValueError("lr=0 leaves no schedule for vision_lr and text_lr; set lr to the larger of these two")
+            raise ValueError(
+                "lr=0 leaves no schedule for vision_lr and text_lr; set lr above 0 and, to train one tower only, "
+                "model.vision.trainable or model.text.trainable to frozen"
+            )
         return self
 
 
@@ -542,8 +548,8 @@ class RecoveryConfig(Section):
     def _gamma_has_a_start(self) -> RecoveryConfig:
         if self.reuse and not self.epochs and "statistics" in self.restore:
             raise ValueError(
-                "reuse restores u, and gamma then continues after the epochs of that recovery; set recovery.epochs to "
-                "the number of epochs in the reused run"
+                "reuse needs recovery.epochs, because gamma's schedule continues after the recovery; set "
+                "recovery.epochs to the number of epochs in the reused run"
             )
         return self
 
@@ -633,7 +639,7 @@ class Config(Section):
             nearest_divisor = min(up_to_root + from_root, key=lambda size: abs(size - micro_batch))
             raise UserError(
                 f"data.micro_batch={micro_batch} does not divide the rank's batch of {rank_batch} "
-                f"({self.data.batch_size} over {world_size} ranks); use {nearest_divisor}."
+                f"({self.data.batch_size} over {counted(world_size, 'rank')}); use {nearest_divisor}."
             )
         return micro_batch
 

@@ -27,7 +27,7 @@ def redact(text: str) -> str:
 
 
 class UserError(Exception):
-    """The input cannot be used; the message names the problem and the fix. All ranks exit with code 2.
+    """The input cannot be used; the message names the problem and the fix. A command exits with code 2 on all ranks.
 
     Example:
         import neuclip_ds
@@ -43,7 +43,7 @@ class UserError(Exception):
 
 
 class TrainingDiverged(Exception):
-    """Losses or gradients stay non-finite, or replicated state differs between ranks. The exit code is 1.
+    """Losses or gradients stay non-finite, or replicated state differs between ranks. A command exits with code 1.
 
     The message names the step and the cause.
 
@@ -107,11 +107,11 @@ def install_command(extra: str) -> str:
 
 
 def require_package(module: str, option: str, extra: str) -> None:
-    """Raise UserError if an option needs an optional package that is not installed; the message names the extra."""
+    """Raise UserError if `option` needs an optional package that is not installed; the message names the extra."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:  # a folder of that name, such as wandb/, looks like a package
         command = install_command(extra)
-        raise UserError(f"{option} needs {module}, which is not installed: run {command}, or omit the option.")
+        raise UserError(f"{option} needs {module}, which is not installed: run {command}.")
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from neuclip_ds.limits import fix_of_limit
 log = logging.getLogger(__name__)
 
 _CHUNK = 16 << 20
-_FIX_OF_CACHE = "set data.cache_dir or TMPDIR to another folder"
+FIX_OF_CACHE = "set data.cache_dir, --cache-dir or TMPDIR to another folder"
 _failures: dict[Path, int] = {}  # how often each path given to `best_effort` could not be written
 
 
@@ -63,7 +63,7 @@ def checksum_of(path: Path) -> Checksum:
 
 
 def seen_from_here(path: Path) -> Path:
-    """Return a path for messages: relative to the working directory if it is inside."""
+    """Return a path for messages: relative to the working directory if the path is inside it."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 
@@ -163,7 +163,7 @@ def sync_folders(folder: Path) -> None:
 
 
 def link_or_copy(source: str, target: str) -> None:
-    """Create a hard link to a file, or copy it if the file system does not support hard links."""
+    """Create a hard link to a file, or copy it if that fails, for example between file systems."""
     try:
         os.link(source, target)
     except OSError:
@@ -247,7 +247,7 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
 
 
 @contextmanager
-def explain_disk(path: Path, remedy: str = "choose another --run.output-dir") -> Iterator[None]:
+def explain_disk(path: Path, remedy: str = "choose another run.output_dir") -> Iterator[None]:
     """Turn a file-system error that occurs while writing `path` into a `UserError` that ends with `remedy`.
 
     If the error reports a limit of this machine, such as the number of open files, the `UserError` ends with the advice
@@ -262,19 +262,19 @@ def explain_disk(path: Path, remedy: str = "choose another --run.output-dir") ->
         raise UserError(f"{problem}. Make room or give write permission there, or {remedy}.") from error
 
 
-def private_folder() -> Path:
+def private_folder(fix: str = FIX_OF_CACHE) -> Path:
     """Return this user's shard cache in the system's temporary folder; create the cache if it does not exist.
 
     Raises:
-        UserError: the folder cannot be created, or other users could have put files there.
+        UserError: the folder cannot be created, or other users could have put files there; the message ends with `fix`.
     """
     folder = Path(tempfile.gettempdir()) / f"neuclip_ds_shards-{os.getuid()}"
-    with explain_disk(folder, _FIX_OF_CACHE), suppress(FileExistsError):  # the check below reports it
+    with explain_disk(folder, fix), suppress(FileExistsError):  # the check below reports it
         folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     writable_by_others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or writable_by_others:
-        raise UserError(f"The shard cache {folder} is not a folder that only you can write to; {_FIX_OF_CACHE}.")
+        raise UserError(f"The shard cache {folder} is not a folder that only you can write to; {fix}.")
     return folder
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from shutil import disk_usage
 
 SHARED_MEMORY = Path("/dev/shm")  # torch shares tensors between processes here
-_FEWEST_FILES = 256  # on a CPU, each rank opens 79 if there are two, more if more; a loader process opens 38
+# on a CPU, each rank opens 79 files if there are two ranks, and more if there are more; a loader process opens 38
+_FEWEST_FILES = 256
 _LONGEST_SOCKET = 107  # bytes of the path of a Unix socket (sun_path in sys/un.h, without the final zero)
 _SOCKET = "/pymp-xxxxxxxx/listener-xxxxxxxx"  # below TMPDIR, as multiprocessing names its sockets
 # parts of the messages of torch's and multiprocessing's errors that have no errno

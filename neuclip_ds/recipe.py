@@ -295,7 +295,10 @@ def _import_plugins(tree: Mapping[str, Any]) -> None:
 
 
 def _with_other_methods(tree: dict[str, Any]) -> dict[str, Any]:
-    """Merge into `objective` the sections of `other_methods` that the chosen method uses; validate all, drop others."""
+    """Merge the sections of `other_methods` that the chosen method uses into `objective`, and drop the others.
+
+    All sections of `other_methods` are validated.
+    """
     objective = tree.get("objective")
     if not isinstance(objective, dict) or _OTHER_METHODS not in objective:
         return tree

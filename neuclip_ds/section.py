@@ -90,7 +90,7 @@ def read_options(path: Path) -> Any:
         return json.loads(text) if path.suffix == ".json" else read_yaml(text)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except Exception as error:  # PyYAML's constructors raise many types of errors
+    except (ValueError, RecursionError, yaml.YAMLError) as error:  # RecursionError: deeply nested JSON
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{path} is not valid YAML or JSON: {reason[:300]}.") from error
 
@@ -109,6 +109,10 @@ def read_yaml(text: bytes | str) -> Any:
         if _expanded_size(node, {}) > _MAX_YAML_VALUES:
             raise ValueError(f"its aliases (*NAME) expand to more than {_MAX_YAML_VALUES} values")
         return loader.construct_document(node)
+    except (ValueError, yaml.YAMLError):
+        raise
+    except Exception as error:  # PyYAML's constructors raise many types of errors
+        raise ValueError(str(error) or type(error).__name__) from error
     finally:
         loader.dispose()
 

@@ -92,6 +92,15 @@ def test_sections_of_other_methods_apply_only_to_them() -> None:
     assert set(yaml.safe_load(dump(parse(["demo_openclip"]).config))["objective"]) & {"npn", "moving_average"} == set()
 
 
+def test_the_saved_config_of_another_method_has_the_default_temperature_rule(tmp_path: Path) -> None:
+    path = tmp_path / "saved.yaml"
+    path.write_text(dump(parse(["demo_openclip"]).config))
+    config = parse([str(path), "--objective.method=neuclip_queue"]).config
+    assert config.objective.temperature.rule == "learned"
+    cleared = parse(["demo", "--objective.method=neuclip_queue", "--objective.temperature.rule=null"]).config
+    assert cleared.objective.temperature.rule == "learned"
+
+
 @pytest.mark.parametrize("cleared", ["null", "{}"])
 def test_a_mapping_is_merged_unless_it_is_cleared(cleared: str, tmp_path: Path) -> None:
     options = parse(["demo", '--model.vision.options={"depth": 2}']).config.model.vision.options
@@ -129,6 +138,10 @@ def test_every_recipe_says_what_it_trains() -> None:
         (["demo", "--data.decoder=zip"], "'simplejpeg' or 'pil'"),
         (["demo", "--model.text.heads=5"], "heads=5 does not divide width=128"),
         (["demo", "--objective.temperature.initial=3"], "initial=3.0 is outside"),
+        (
+            ["demo", "--objective.temperature.minimum=0.5", "--objective.temperature.maximum=0.2"],
+            "0.5 is above maximum",
+        ),
         (["dmeo"], "did you mean demo"),
         (["no-such"], "`neuclip-ds recipes` lists the recipes"),
         (["demo", "--optimizer.learning_rate=1e-3"], "did you mean --optimizer.lr?"),

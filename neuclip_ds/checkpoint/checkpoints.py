@@ -171,7 +171,7 @@ class Checkpoints:
         if problem is not None:
             raise UserError(
                 f"No checkpoint in {self._folder} can be read. The problem with the oldest one: {problem} Restore a "
-                "checkpoint from a copy, or start a new run under a new --run.name."
+                "checkpoint from a copy, or start a new run under a new run.name."
             )
         return None
 
@@ -240,11 +240,17 @@ class Checkpoints:
         meta = self._communicator.on_rank_zero(lambda: read_meta(path))
         for key, value in fingerprint.items():
             saved_value = meta["facts"].get(key)
+            if saved_value != value and key == "parameters":
+                raise UserError(
+                    f"The checkpoint {path} was written with a model of {saved_value} parameters, but this run's model "
+                    f"has {value}: use the model options (model.*) of the run that wrote the checkpoint, or give the "
+                    "run a different name (run.name)."
+                )
             if saved_value != value:
                 option = _OPTIONS.get(key, key)
                 raise UserError(
                     f"The checkpoint {path} was written with {option}={saved_value}, but this run uses "
-                    f"{option}={value}: use the checkpoint's {option}, or give the run a different name (--run.name)."
+                    f"{option}={value}: use the checkpoint's {option}, or give the run a different name (run.name)."
                 )
         return int(meta["step"]), meta["data"]
 

@@ -90,9 +90,9 @@ def _require_equal_weights(files: StateFiles, engine: Engine) -> None:
         saved = files.read(placement.name, WEIGHT, placement.start, placement.stop)
         if not torch.equal(saved, placement.within(placement.master).cpu()):
             raise UserError(
-                f"{files.folder} was recovered with weights that differ from those that this run starts from "
-                f"({placement.name}): set model.pretrained, run.seed and the precision (deepspeed) to the values of "
-                "the run that recovered it."
+                f"The state in {files.folder} was recovered with weights that differ from those that this run starts "
+                f"from ({placement.name}): set model.pretrained, run.seed and the precision (deepspeed) to the values "
+                "of the run that recovered this state."
             )
 
 
@@ -155,7 +155,7 @@ def _open(folder: Path, engine: Engine) -> StateFiles:
             raise UserError(
                 f"{files.folder} contains {_described(name, saved_shapes)}, but this run's model contains "
                 f"{_described(name, model_shapes)}: use the model options (model.*) of the run that wrote the folder, "
-                "or give the run a new name (--run.name)."
+                "or give the run a new name (run.name)."
             )
     return files
 
@@ -179,7 +179,7 @@ def _load_buffers(files: StateFiles, module: nn.Module) -> None:
     if missing:
         raise UserError(
             f"{files.folder} lacks {counted(len(missing), 'buffer')} of this run's model ({', '.join(missing)}): use "
-            "the model options (model.*) of the run that wrote the folder, or give the run a new name (--run.name)."
+            "the model options (model.*) of the run that wrote the folder, or give the run a new name (run.name)."
         )
     for name, buffer in buffers.items():
         buffer.copy_(saved[name])

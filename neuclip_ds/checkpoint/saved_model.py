@@ -129,8 +129,14 @@ def find_best_checkpoint(run: Path) -> Path:
     """
     best = read_best(run / "checkpoints")
     if best is None:
-        raise UserError(f"{run} has no best checkpoint. Train with --run.best_metric=NAME, or omit --best.")
-    return find_checkpoint(step_folder(run / "checkpoints", best.step))
+        raise UserError(f"{run} has no best checkpoint. Train with run.best_metric=NAME, or omit --best.")
+    checkpoint = step_folder(run / "checkpoints", best.step)
+    if not is_complete(checkpoint):
+        raise UserError(
+            f"The best checkpoint of {run}, {checkpoint}, is missing or incomplete. Restore it from a copy, or omit "
+            "--best."
+        )
+    return checkpoint.resolve()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,7 +63,10 @@ class StateFiles(ShardFiles):
         """
         averaged = {name for name in self.shapes if average and AVERAGE in self.kinds(name)}
         if average and not averaged:
-            raise UserError(f"{self.folder} contains no average of the weights: train with ema.decay, or omit --ema.")
+            raise UserError(
+                f"{self.folder} contains no average of the weights: train with ema.decay, or omit --ema (in Python, "
+                "ema=True)."
+            )
         parameters = {}
         for name, shape in self.shapes.items():
             kind = AVERAGE if name in averaged else WEIGHT

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--from-side-files",
         action="store_true",
-        help="read only the counts in img2dataset's JSON files next to the shards, not the shards",
+        help="read only the counts in img2dataset's files next to the shards, not the shards",
     )
     parser.add_argument(
         "--skip-unreadable",
@@ -53,7 +53,9 @@ def main(arguments: Sequence[str]) -> None:
         "--uids", nargs="+", default=[], help=".npy files with the sorted 128-bit uids of the samples to keep"
     )
     parser.add_argument("--uid-key", default="uid", help="key of the uid in a sample's JSON")
-    parser.add_argument("--processes", type=int, help="worker processes on this machine (default: one per core)")
+    parser.add_argument(
+        "--processes", type=int, help="worker processes (default: one per core); no effect under mpirun"
+    )
     options = parser.parse(arguments)
     with _workers(options.processes) as executor:
         if executor is not None:  # None on MPI's other ranks after the work is done

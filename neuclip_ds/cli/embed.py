@@ -59,8 +59,10 @@ def main(arguments: Sequence[str]) -> None:
         help="encode the random crops of each image that training uses in epochs 0 to N - 1, instead of the evaluation "
         "crop",
     )
-    parser.add_argument("--crop-scale", type=float, help="with --crops: the value of data.crop_scale in training")
-    parser.add_argument("--seed", type=int, help="with --crops: the value of run.seed in training")
+    default_crop_scale = DataConfig.model_fields["crop_scale"].default
+    crop_scale_help = f"with --crops: the value of data.crop_scale in training (default: {default_crop_scale})"
+    parser.add_argument("--crop-scale", type=float, help=crop_scale_help)
+    parser.add_argument("--seed", type=int, help="with --crops: the value of run.seed in training (default: 0)")
     parser.add_argument(
         "--all-captions",
         action="store_true",

@@ -278,7 +278,10 @@ def _score_model(
             keys.append(task.key)
             size = None if task.size is None else sum(1 for _ in open_shards(path).samples())
             if size != task.size:
-                message = "%s: %s contains %d samples, but the published set contains %d; do not compare the scores"
+                message = (
+                    "%s: %s contains %d samples, but the published set contains %d; do not compare its score with "
+                    "published scores"
+                )
                 log.warning(message, task.name, path, size, task.size)
         return keys
 

@@ -181,7 +181,8 @@ def open_images(
     if _is_image_folder(folder):
         if embeddings:
             raise UserError(
-                f"--features applies only to shards, but {options.images} contains images: omit --features."
+                f"--features applies only to shards, but {options.images} contains none: omit --features, or pass the "
+                "shards in --images."
             )
         loading = loader_options(data, communicator)
         return _Images(collection=FolderImages(folder, captions), manifest=None, loading=loading)

@@ -25,16 +25,20 @@ def main(arguments: Sequence[str]) -> None:
     run_help = "a run's folder (its newest checkpoint), or a checkpoint in it"
     parser.add_argument("run", type=Path, nargs="?", help=run_help)
     parser.add_argument(
-        "--soup", type=Path, nargs="+", metavar="RUN", help="runs whose weights to average and export, instead of RUN"
+        "--soup",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="runs whose weights are averaged and exported, instead of RUN",
     )
     forms = ("transformers", "open_clip", "sentence_transformers")
     parser.add_argument(
-        "--format", choices=forms, default="transformers", help="library that is to load the exported model"
+        "--format", choices=forms, default="transformers", help="library that will load the exported model"
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write to; must be absent or empty")
     parser.add_argument("--best", action="store_true", help="export the run's best checkpoint (run.best_metric)")
     parser.add_argument("--ema", action="store_true", help="export the moving average of the weights (ema.decay)")
-    blend_help = "weight of the run's final weights in the export: 0 exports the initial weights, 1 the final weights"
+    blend_help = "weight of the run's final weights; 0 exports the initial weights, and 1 exports the final weights"
     parser.add_argument("--blend", type=fraction, metavar="FRACTION", default=1.0, help=blend_help)
     parser.add_argument("--license", help="license for the model card, as the hub names it, such as apache-2.0")
     options = parser.parse(arguments)

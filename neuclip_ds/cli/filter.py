@@ -1,8 +1,8 @@
 """Select samples by a numeric column and write their uids, which `build-manifest --uids` reads.
 
 FILES are the features that `neuclip-ds embed` wrote, or other parquet files with a column of uids, such as DataComp's
-metadata. The `similarity` column of the features contains the image-caption similarity, which DFN uses for filtering. A
-uid consists of 32 hex digits.
+metadata. The `similarity` column of features of the joint space contains the image-caption similarity, which DFN uses
+for filtering. A uid consists of 32 hex digits.
 
 Examples:
   neuclip-ds filter features/pool --top=0.2 --out=kept.npy
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--near-duplicates", type=float, metavar="COSINE", help=near)
     parser.add_argument("--uid-column", default="uid", help="column of uids")
     parser.add_argument(
-        "--within", nargs="+", type=Path, default=[], help="keep only uids that all these .npy files list"
+        "--within", nargs="+", type=Path, default=[], help="keep only uids that all these sorted .npy files list"
     )
     options = parser.parse(arguments)
     rules = (options.min, options.max, options.top, options.near_duplicates)
@@ -57,7 +57,9 @@ def main(arguments: Sequence[str]) -> None:
     rule = Rule(**{name: value for name, value in bounds.items() if value is not None})
     selected = select(options.files, options.column, rule, options.out, options.uid_column, options.within, *refine)
     kept = f"{counted(selected.kept, 'uid')} of {counted(selected.samples, 'sample')}"
-    bound = "" if math.isinf(selected.minimum) else f", whose {options.column} is at least {selected.minimum:.6g}"
+    bound = ""
+    if not math.isinf(selected.minimum):
+        bound = f"; the {options.column} of every kept sample is at least {selected.minimum:.6g}"
     print(f"{options.out}: {kept}{bound}.")
     if options.near_duplicates is not None:
         candidates = selected.kept + selected.refined

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--out", type=Path, default=Path("inspect.html"), help="HTML page to write")
     options, overrides = parser.parse_with_overrides(arguments)
     if options.samples < 1 or options.examples < 0:
-        raise UserError("--samples must be at least 1, and --examples at least 0.")
+        raise UserError("--samples must be 1 or more, and --examples must be 0 or more.")
     command, config = parse([options.recipe, f"--data.train={options.data}", *overrides])
     if command.dry_run or command.print_config or command.profile:
         raise UserError("--dry-run, --print-config and --profile belong to `neuclip-ds train`: omit them.")

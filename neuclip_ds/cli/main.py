@@ -19,7 +19,7 @@ COMMANDS = {
     "recipes": "list the recipes",
     "evaluate": "score a model on DataComp's evaluation sets or your own",
     "report": "write the report of a run, or compare runs",
-    "export": "write a trained model for transformers or open_clip",
+    "export": "write a trained model for transformers, open_clip or sentence-transformers",
     "embed": "write the features of all samples of a dataset",
     "explore": "search and classify images on a local page",
     "filter": "select samples by similarity or another column",

@@ -31,7 +31,10 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("out", type=Path, help="folder for the shards; must be absent or empty")
     parser.add_argument("--image", help="column of images (default: image, filepath, path or a similar name)")
-    captions = "columns of captions, each with the member to write it to (txt if omitted); default: caption or text"
+    captions = (
+        "columns of captions, each with the member to write it to (txt if omitted); default: caption, text or a "
+        "similar name"
+    )
     parser.add_argument("--captions", nargs="+", default=[], metavar="[MEMBER=]COLUMN", help=captions)
     parser.add_argument("--shard-size", type=int, default=10_000, help="samples per shard")
     quotes = (
@@ -59,7 +62,8 @@ def main(arguments: Sequence[str]) -> None:
         print(f"{unused} could not be used ({causes}); {options.out}/broken.jsonl has the details.")
     if packed.several:
         several = counted(packed.several, "sample has", "samples have")
-        print(f"{several} several captions: train with --data.captions=txt:lines.")
+        sources = ",".join(f"{member}:lines" for member in columns.captions)
+        print(f"{several} several captions: train with --data.captions={sources}.")
     if packed.lost > _MAX_LOST * packed.rows:
         raise UserError(
             f"The storage failed for the images of {packed.lost:,} of {packed.rows:,} rows; the others are packed. "

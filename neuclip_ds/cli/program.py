@@ -68,7 +68,7 @@ def fraction(text: str) -> float:
         number = float(text)
         if 0 <= number <= 1:
             return number
-    raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to 1")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
 
 
 def positive_integer(text: str) -> int:

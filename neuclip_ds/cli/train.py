@@ -90,7 +90,7 @@ def main(arguments: Sequence[str], hooks: Sequence[Any] = ()) -> None:
     # docs: end
     if command.recipe is None and environment.rank == 0:
         log.warning(
-            "No recipe is named, so the demo recipe runs, which only tests the machine or the cluster; "
+            "No recipe is named, so the demo recipe is used, which only tests the machine or the cluster; "
             "`neuclip-ds recipes` lists the recipes."
         )
     if command.print_config:

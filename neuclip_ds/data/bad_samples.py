@@ -74,7 +74,7 @@ class BadSampleLog:
             if self._recorded & (self._recorded - 1) == 0:  # only the 1st, 2nd, 4th, 8th ..., to keep the log short
                 log.warning(
                     "sample %s of %s (index %d) cannot be used (%s); unusable samples on this rank so far: %d",
-                    sample.key,
+                    sample.key or "(key unknown)",
                     sample.shard,
                     sample.index,
                     sample.reason,

@@ -109,7 +109,8 @@ def open_manifest(
         stored = _load_stored(folder)
         manifest = stored or build_manifest(paths, processes, options)
         if stored is None:
-            with explain_disk(folder, "build it elsewhere with neuclip-ds build-manifest, and pass that folder"):
+            remedy = "build the manifest in another folder with neuclip-ds build-manifest, and pass that folder"
+            with explain_disk(folder, remedy):
                 folder.mkdir(parents=True, exist_ok=True)
                 write_shards(manifest, folder)
     check_distinct(manifest)
@@ -186,11 +187,14 @@ def write_manifest(
         results, tables if options.has_tables else None, sizes, options, executor, on_progress
     )
     if failures and not (skip_unreadable and scans):
-        raise UserError(
-            f"{len(failures)} of {len(paths)} shards cannot be used. The first: {next(iter(failures.values()))} "
-            "Fix these shards or omit them from the sources, and run the same command again, which scans only the "
-            "shards that are left; or pass --skip-unreadable to build the manifest without them."
-        )
+        advice = "Fix the shards, or pass other sources."
+        if scans:
+            advice = (
+                "Fix these shards, omit them from the sources, or pass --skip-unreadable to build the manifest without "
+                "them; then run the command again, which does not repeat the scans of the other shards."
+            )
+        first = next(iter(failures.values()))
+        raise UserError(f"{len(failures)} of {len(paths)} shards cannot be used. The first: {first} {advice}")
     for scan in scans:
         log_loss(scan)
     check_usable(scans, paths)
@@ -211,7 +215,7 @@ def write_manifest(
         with atomic_write(unreadable) as temporary:
             temporary.write_text("".join(f"{redact(line)}\n" for line in lines), encoding="utf-8")
         log.warning(
-            "omitted %d of %d shards, which cannot be used; %s lists them", len(failures), len(paths), unreadable
+            "%d of %d shards cannot be used and are omitted; %s lists them", len(failures), len(paths), unreadable
         )
 
     write_shards(manifest, folder, locations)  # last, because this makes the folder a manifest

@@ -33,7 +33,8 @@ from neuclip_ds.data.node_tables import NodeTables, files_in, name_of
 from neuclip_ds.data.partial_shard import ARRIVED, DATA, PartialShard, has_arrived
 from neuclip_ds.distributed.stop_signals import deferring
 from neuclip_ds.errors import UserError
-from neuclip_ds.files import checksum_of, explain_disk
+from neuclip_ds.files import FIX_OF_CACHE, checksum_of, explain_disk
+from neuclip_ds.limits import fix_of_limit
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class ShardCache:
         self._max_outage = max_outage
         self._backoff = backoff
         self._begun: set[str] = set()  # names of the shards that this process fetches in pieces
-        with explain_disk(folder, "change data.cache_dir"):
+        with explain_disk(folder, FIX_OF_CACHE):
             for name in ("shards", "fetching", "locks", "failed"):
                 (folder / name).mkdir(parents=True, exist_ok=True)
         status = os.statvfs(folder)
@@ -85,7 +86,8 @@ class ShardCache:
         if capacity_bytes > disk_bytes:
             raise UserError(
                 f"data.cache_gb={capacity_bytes / 1e9:g} is more than the disk of {folder} holds "
-                f"({disk_bytes / 1e9:.1f} GB): lower data.cache_gb, or set data.cache_dir to a folder on a larger disk."
+                f"({disk_bytes / 1e9:.1f} GB): lower data.cache_gb (or --cache-gb), or set data.cache_dir, --cache-dir "
+                "or TMPDIR to a folder on a larger disk."
             )
 
     def path(self, url: str, expected_bytes: int, expected_crc32: int | None = None) -> Path:
@@ -104,8 +106,8 @@ class ShardCache:
         """
         if expected_bytes > self.capacity_bytes:
             raise UserError(
-                f"{url} takes {expected_bytes / 1e9:.3g} GB and does not fit into the cache: raise data.cache_gb "
-                f"(now {self.capacity_bytes / 1e9:g})."
+                f"{url} takes {expected_bytes / 1e9:.3g} GB and does not fit into the cache of "
+                f"{self.capacity_bytes / 1e9:g} GB: raise data.cache_gb (or --cache-gb)."
             )
         retries = Retries(url, self._max_outage, self._backoff)
         try:
@@ -117,10 +119,8 @@ class ShardCache:
         except FetchError:
             raise
         except OSError as error:
-            raise UserError(
-                f"The shard cache {self._folder} cannot be used ({error}); make room or give write permission there, "
-                "or change data.cache_dir."
-            ) from error
+            fix = fix_of_limit(error) or f"make room or give write permission there, or {FIX_OF_CACHE}"
+            raise UserError(f"The shard cache {self._folder} cannot be used ({error}); {fix}.") from error
         return self._shard(url)
 
     def open(self, url: str, expected_bytes: int, expected_crc32: int | None = None) -> FileIO:

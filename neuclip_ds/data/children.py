@@ -106,7 +106,7 @@ def describe_exit(code: int) -> str:
     `code` is the exit code of the process, which is -N if signal N ended the process.
     """
     if code == -signal.SIGKILL:
-        return "was killed (SIGKILL); if memory ran out, close other programs, or use fewer processes"
+        return "was killed (SIGKILL); if memory ran out, close other programs, or lower --processes (build-manifest)"
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     return f"ended with exit code {code}; its output above may name the reason"

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -156,9 +155,9 @@ class PairDataset:
         self._samples = SampleReader(manifest, members, cache)
 
     @property
-    def folder(self) -> Path:
-        """The folder of the first shard, for use in messages."""
-        return Path(self._manifest.shards[0].path).parent
+    def folder(self) -> str:
+        """The path or URL of the first shard's folder, for use in messages."""
+        return self._manifest.shards[0].path.rpartition("/")[0]
 
     def batch(self, items: Sequence[tuple[int, int]]) -> Batch:
         """Return a batch with one row per (epoch, index) pair; an index of -1 gives a padding row.

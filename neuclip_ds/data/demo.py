@@ -33,7 +33,7 @@ from PIL import Image, ImageDraw
 
 from neuclip_ds.data.children import process_pool
 from neuclip_ds.errors import UserError
-from neuclip_ds.files import new_folder
+from neuclip_ds.files import explain_disk, new_folder
 
 log = logging.getLogger(__name__)
 
@@ -212,6 +212,8 @@ def demo_split(source: str, cache: Path) -> Path:
         raise UserError(f"'{source}' is not a demo split; choose one of {splits}.")
     folder = cache / "demo"
     if not (folder / split).is_dir():
+        with explain_disk(cache, "run the command in another folder"):
+            cache.mkdir(parents=True, exist_ok=True)
         try:
             log.info("rendering the demo data into %s", folder)
             make_demo_data(folder, on_progress=_progress_log())

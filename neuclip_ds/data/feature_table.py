@@ -172,13 +172,15 @@ class FeatureTable:
             if features.text is not None and part.text is not None:
                 numbers = None if captions is None else captions[rows]
                 text_rows, is_encoded = self._text_rows(part, positions, numbers)
-                problems.update(dict.fromkeys(rows[~is_encoded].tolist(), "no stored features of the caption"))
+                reason = "no stored features of the caption: neuclip-ds embed did not encode it"
+                problems.update(dict.fromkeys(rows[~is_encoded].tolist(), reason))
                 features.text.numpy()[rows[is_encoded]] = part.text[text_rows[is_encoded]]
         of_both = [values for values in (features.image, features.text) if values is not None]
         for values in of_both:
             is_finite = values.abs().amax(dim=1).isfinite()  # several times faster than a test of each value
             not_finite = (~is_finite).nonzero().flatten()
-            problems.update(dict.fromkeys(not_finite.tolist(), "stored features are not finite"))
+            reason = "stored features are not finite: they contain NaN or infinity"
+            problems.update(dict.fromkeys(not_finite.tolist(), reason))
         for values in of_both:
             values[list(problems)] = 0
         return features, problems
@@ -239,7 +241,7 @@ class FeatureTable:
         if not is_encoded.all() and not self.embedding["all_captions"]:
             raise UserError(
                 f"{self.folder} contains features of only one caption per sample, but training draws from all "
-                "captions: run neuclip-ds embed with --all-captions."
+                "captions: run neuclip-ds embed with --all-captions and a new --out."
             )
         return rows, is_encoded
 
@@ -253,7 +255,7 @@ class FeatureTable:
         """Return a shard's features; raise UserError if a program such as `cp` has changed the mapped file."""
         opened = self._opened(shard)
         if self._is_local and _version(Path(self.file_of(shard)).stat()) != opened.version:
-            raise UserError(f"{self.file_of(shard)} has changed during training: {_AGAIN} with a new --out.")
+            raise UserError(f"{self.file_of(shard)} has changed since it was opened: {_AGAIN} with a new --out.")
         return opened.part
 
     def _open(self, shard: int) -> "_OpenPart":
@@ -335,8 +337,8 @@ class FeatureTable:
         if not is_same:
             raise UserError(
                 f"The features in {self.folder} were computed for other data or for the shards in a different order "
-                f"({counted(shards, 'shard')}; the training data has {counted(self._manifest.n_shards, 'shard')}): run "
-                "neuclip-ds embed on the training data."
+                f"({counted(shards, 'shard')}; this dataset has {counted(self._manifest.n_shards, 'shard')}): run "
+                "neuclip-ds embed on this dataset."
             )
 
     def _check_captions(self, captions: Sequence[str]) -> None:
@@ -358,7 +360,8 @@ class FeatureTable:
             more = ", ..." if len(missing) > len(names) else ""
             raise UserError(
                 f"{self.folder} lacks the features of {len(missing)} of {len(in_use)} shards ({', '.join(names)}"
-                f"{more}): run neuclip-ds embed again, which writes the missing ones."
+                f"{more}): run neuclip-ds embed again, which writes the missing ones, or, if the folder is a copy, "
+                "copy it again."
             )
 
 

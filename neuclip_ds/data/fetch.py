@@ -28,9 +28,10 @@ Kind = Literal["outage", "damaged", "refused", "missing", "setup", "limit"]
 
 _LONGEST_PAUSE = 60.0  # maximum seconds between two attempts
 _ATTEMPTS = {"damaged": 5, "refused": 5, "limit": 5}  # attempts until an error counts as permanent
+FIX_OF_ADDRESS = f"Fix the address, or install its backend ({install_command('remote')})"
 _FIXES = {
     "refused": "Check the credentials, the region, the billing project and whether the file exists; then start again",
-    "setup": f"Fix the address, or install its backend ({install_command('remote')})",
+    "setup": FIX_OF_ADDRESS,
 }
 _S3_CONNECTIONS = 10  # botocore's default for the connections to a server
 _IMPORT = 60.0  # extra seconds allowed for importing fsspec's backend

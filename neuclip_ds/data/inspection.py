@@ -163,6 +163,6 @@ def size_warnings(batch_size: int, samples: int) -> list[str]:
     if batch_size <= samples:
         return []
     return [
-        f"data.batch_size={batch_size:,} exceeds the {samples:,} training pairs: each step trains on all of them, and "
-        f"an epoch is one step. Choose at most {max(2, samples // 10):,}."
+        f"data.batch_size={batch_size:,} exceeds the {samples:,} training pairs, so an epoch is a single step. Choose "
+        f"at most {max(2, samples // 10):,}."
     ]

@@ -84,11 +84,20 @@ def choose_interleave(
             return best
 
     smallest = resident_bytes(Interleave(stream_counts[-1], block or _SMALLEST_BLOCK), nodes)
-    cache_gb = cache_bytes / 1e9
-    needed_gb = 1.01 * smallest / FULL / 1e9
+    other_fix = ""
+    if block is not None:
+        other_fix = ", or lower data.shuffle_block_size"
+    elif streams is not None:
+        other_fix = ", or lower data.shard_streams"
     raise UserError(
-        f"The cache of {cache_gb:.3g} GB is too small for a batch: set data.cache_gb={needed_gb:.3g} or more."
+        f"The cache of {in_gigabytes(cache_bytes)} GB is too small for the remote files that a node reads at "
+        f"the same time: set data.cache_gb={in_gigabytes(1.01 * smallest / FULL)} or more{other_fix}."
     )
+
+
+def in_gigabytes(size: float) -> str:
+    """Return a size in bytes as a number of GB with three or more digits, without an exponent if it is large."""
+    return f"{size / 1e9:.3g}" if size < 1e12 else f"{size / 1e9:.0f}"
 
 
 def _block_sizes(window: int, streams: int) -> list[int]:

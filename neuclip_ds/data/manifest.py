@@ -180,6 +180,6 @@ def check_size(shard: Shard, file_bytes: int) -> None:
     """Raise UserError unless the size of a shard's file matches the manifest."""
     if file_bytes != shard.bytes:
         raise UserError(
-            f"Shard {shard.path} is {file_bytes} bytes long, but the manifest lists {shard.bytes} bytes; rebuild the "
-            "manifest."
+            f"Shard {shard.path} is {file_bytes} bytes long, but the manifest lists {shard.bytes} bytes; build the "
+            "manifest again or, if you passed the shards instead of a manifest, repeat the command."
         )

@@ -50,8 +50,12 @@ _MAX_SHARD_BYTES = 1 << 40
 def check_distinct(manifest: Manifest) -> None:
     """Raise UserError if two shards of a manifest contain the same samples, which would then be counted twice."""
     for first, second in _repeats(manifest.shards):
-        same = "is listed more than once" if first.path == second.path else f"has the same content as {first.path}"
-        raise UserError(f"{second.path} {same}, so its samples would count twice; list every shard once.")
+        same = "is listed more than once"
+        fix = "list every shard once"
+        if first.path != second.path:
+            same = f"has the same content as {first.path}"
+            fix = "omit one of the two shards"
+        raise UserError(f"{second.path} {same}, so its samples would count twice; {fix}.")
 
 
 def check_separate(training: Manifest, validation: Manifest) -> None:
@@ -163,8 +167,8 @@ def load_manifest(folder: str | os.PathLike[str]) -> Manifest:
                 check_size(shard, Path(shard.path).stat().st_size)
             except (OSError, ValueError) as error:
                 raise UserError(
-                    f"Shard {shard.path} of the manifest {folder} does not exist or cannot be accessed; restore it, or "
-                    "rebuild the manifest."
+                    f"Shard {shard.path} of the manifest {folder} does not exist or cannot be accessed; restore the "
+                    "shard, or build the manifest again."
                 ) from error
     return manifest
 
@@ -185,4 +189,7 @@ def _check_possible(folder: Path, manifest: Manifest) -> None:
 
 def _unreadable(folder: Path, error: Exception | str) -> UserError:
     reason = " ".join(str(error).split())[:200]
-    return UserError(f"The manifest in {folder} cannot be read ({reason}); remove it and build it again.")
+    fix = "remove it and build it again"
+    if isinstance(error, OSError) and error.errno is not None:  # not of pyarrow, which raises it for damaged files
+        fix = "check the permissions and the storage"
+    return UserError(f"The manifest in {folder} cannot be read ({reason}); {fix}.")

@@ -35,7 +35,9 @@ class MixtureOrder:
         self._rows_per_stream = self.batch_size // self._streams
         relative_weights = np.array(weights, dtype=np.float64)  # (m,)
         if not (np.isfinite(relative_weights).all() and relative_weights.min() >= 0 and relative_weights.sum() > 0):
-            raise UserError(f"The weights {list(weights)} of data.train must be at least 0, and at least one above 0.")
+            raise UserError(
+                f"The weights {list(weights)} of data.train must be at least 0, and at least one must be above 0."
+            )
 
         # (S, B/S), the source of each row, and how many earlier rows of its block have the same source
         shares = relative_weights / relative_weights.sum()

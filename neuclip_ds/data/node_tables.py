@@ -68,7 +68,12 @@ class NodeTables:
                 return _map(path)
             except OSError as error:
                 if not self._warned:
-                    log.warning("sample tables cannot be shared between processes, so they take more memory: %s", error)
+                    log.warning(
+                        "sample tables cannot be written to %s (%s), so the processes cannot share them and need more "
+                        "memory; make room or give write permission there",
+                        self._folder,
+                        error,
+                    )
                 self._warned = True
                 return table
 

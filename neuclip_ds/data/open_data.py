@@ -68,8 +68,8 @@ def _missing_shards(manifest: Manifest) -> str | None:
     if not missing:
         return None
     return (
-        f"This node lacks {len(missing)} of {counted(len(paths), 'shard')}, such as {missing[0]}. Put local "
-        "data under the same path on every node."
+        f"This node lacks {len(missing)} of {counted(len(paths), 'local shard')}, such as {missing[0]}. Local shards "
+        "must exist under the same path on every node."
     )
 
 
@@ -156,8 +156,7 @@ def _iter_texts(
             if shard not in unreadable:
                 path = manifest.shards[shard].path
                 log.warning(
-                    "shard %s cannot be read (%s), so the check of captions or the tokenizer's training omits it; "
-                    "check the storage",
+                    "shard %s cannot be read (%s), so its captions are not sampled; check the storage",
                     path,
                     error,
                 )

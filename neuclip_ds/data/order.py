@@ -78,7 +78,10 @@ class GlobalOrder:
         self._sizes = np.asarray(shard_sizes, dtype=np.int64)
         self.n = int(self._sizes.sum())
         if self.n < 2:
-            raise UserError(f"The dataset contains {counted(self.n, 'sample')}; contrastive training needs at least 2.")
+            raise UserError(
+                f"The training data, or one of its sources, contains {counted(self.n, 'sample')}; each needs at least "
+                "2 samples."
+            )
         if drop_last and self.n < batch_size:
             raise UserError(
                 f"data.drop_last=true leaves no batch, because {self.n} samples do not fill one of "

@@ -158,7 +158,7 @@ def pack(
             report = {"row": entry.number, "image": _shown(entry.image), "reason": _shown(entry.reason)}
             lines.append(_line(report))
         if not pairs:
-            first = f" (the first one: {lines[0].strip()})" if lines else ""
+            first = f" (the first row: {lines[0].strip()})" if lines else ""
             raise UserError(f"No row of {table.name} can be used{first}; check the columns and the image paths.")
         if lines:
             (folder / "broken.jsonl").write_text("".join(lines), encoding="utf-8")

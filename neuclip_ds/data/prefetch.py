@@ -227,7 +227,7 @@ class Prefetcher(ForkProcess):
         self._reached.value = number
         if self.exitcode is not None and not self._warned:
             self._warned = True
-            log.warning("the prefetching process has ended: shards are now fetched only when they are read")
+            log.warning("the prefetching process has ended: remote files are now fetched only when they are read")
 
     def run(self) -> None:
         """Fetch shards until the process is killed."""
@@ -260,7 +260,7 @@ class Prefetcher(ForkProcess):
             if window.is_too_small and not self._warned:
                 self._warned = True
                 log.warning(
-                    "batches read more shards than fit in the cache, so shards are fetched repeatedly: raise "
+                    "batches need more remote files than fit in the cache, so files are fetched repeatedly: raise "
                     "data.cache_gb (now %g)",
                     self._cache.capacity_bytes / 1e9,
                 )

@@ -107,9 +107,10 @@ class RangeReader:
 
 
 def server_of(url: str) -> str:
-    """Return the scheme, the host (in S3, the bucket) and the port of a URL."""
+    """Return the scheme, the host (in S3, the bucket) and, if given, the port of a URL."""
     parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.hostname or ''}:{parts.port or ''}"
+    port = f":{parts.port}" if parts.port else ""
+    return f"{parts.scheme}://{parts.hostname or ''}{port}"
 
 
 def _supports_ranges(store: Any, path: str, size: int) -> bool:

@@ -204,10 +204,15 @@ class TarReader:
         table = self._shared_table(listed.path, source, partial(self._walk_headers, shard))
         self._check_layout(shard, table)
         if table.n != listed.n:
-            other_cause = "" if listed.layout is not None else ", or img2dataset's side file contains a wrong count"
+            cause = "the shard has changed. Build the manifest again, with or without this shard"
+            if listed.layout is None:  # the samples were counted from a side file
+                cause = (
+                    "the shard has changed, or img2dataset's side file contains a wrong count. Build the manifest "
+                    "again, without --from-side-files or without this shard"
+                )
             raise UserError(
-                f"Shard {listed.path} contains {counted(table.n, 'sample')}, but the manifest lists {listed.n}: the "
-                f"shard has changed{other_cause}. Build the manifest again, with or without this shard."
+                f"Shard {listed.path} contains {counted(table.n, 'sample')}, but the manifest lists {listed.n}: "
+                f"{cause}."
             )
         return table
 
@@ -276,7 +281,7 @@ def _node_tables(cache: ShardCache | None) -> NodeTables | None:
     if cache is not None:
         return cache.tables
     try:
-        return NodeTables(private_folder() / "tables")
+        return NodeTables(private_folder("set TMPDIR to another folder") / "tables")
     except UserError as error:
-        log.warning("sample tables are not shared between processes, so they take more memory: %s", error)
+        log.warning("sample tables are not shared between processes, so they take more memory. %s", error)
         return None

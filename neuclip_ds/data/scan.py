@@ -91,7 +91,8 @@ def scan_shard(path: str, options: ScanOptions) -> tuple[Scan, SampleTable]:
         raise UserError(f"{error}{advice}") from error
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UserError(f"Shard {path} cannot be read: {reason}; check the file and its permissions.") from error
+        fix = fix_of_limit(error) or "check the file and its permissions"
+        raise UserError(f"Shard {path} cannot be read: {reason}; {fix}.") from error
 
 
 @contextmanager
@@ -173,7 +174,7 @@ def _check_tar(path: str, fd: int, index: ShardIndex) -> None:
         return
     problem = "is empty (0 bytes); download it again"
     if has_only_zeros:
-        problem = f"contains only zeros ({size} bytes): it was not written completely; download it again"
+        problem = f"contains only zeros ({size} bytes), so it was probably not written completely; download it again"
     elif size:
         start = os.pread(fd, 512, 0).lstrip(b"\xef\xbb\xbf \t\r\n")
         problem = "is not a tar: it has no valid header; download it again"
@@ -186,13 +187,14 @@ def _causes_of(index: ShardIndex, blank_bytes: int) -> list[str]:
     causes = []
     if index.split:
         causes.append(
-            f"{counted(index.split, 'sample has', 'samples have')} the key of an earlier sample, because the members "
-            "of a sample are not adjacent: write the tar again, sorted by name (tar --sort=name)"
+            f"{counted(index.split, 'sample has', 'samples have')} the key of an earlier sample. If the members of a "
+            "sample are not adjacent, write the tar again, sorted by name (tar --sort=name); otherwise, give each "
+            "sample its own key"
         )
     if index.repeated:
         causes.append(
-            f"{counted(index.repeated, 'member is', 'members are')} ignored, because the same sample has another "
-            "member with this extension: give each sample its own key"
+            f"{counted(index.repeated, 'member is', 'members are')} ignored, because an earlier member of the same "
+            "sample has the same extension: give each sample its own key"
         )
     if index.unreadable:
         causes.append(
@@ -232,7 +234,9 @@ def log_loss(scan: Scan) -> None:
         log.warning(
             "Shard %s is damaged: %d of %d bytes are lost; download it again", shard.path, scan.lost_bytes, shard.bytes
         )
-    elif shard.n_bad or (shard.n == 0 and shard.selection is None):
+    elif shard.n == 0 and shard.selection is None:
+        log.warning("Shard %s contains no samples", shard.path)
+    elif shard.n_bad:
         good = shard.n - shard.n_bad
         log.warning("Shard %s: only %d of %d samples have both an image and a caption", shard.path, good, shard.n)
     for cause in scan.causes:
@@ -241,13 +245,16 @@ def log_loss(scan: Scan) -> None:
 
 def check_usable(scans: Sequence[Scan], paths: Sequence[str]) -> None:
     """Raise UserError if the shards at `paths` together have no sample with an image and a caption."""
-    source = paths[0] if len(paths) == 1 else f"{len(paths)} tars in {paths[0].rpartition('/')[0]}"
+    folders = {path.rpartition("/")[0] for path in paths}
+    source = f"{len(paths)} tars in {min(folders)}" if len(folders) == 1 else f"{len(paths)} tars, such as {paths[0]}"
+    if len(paths) == 1:
+        source = paths[0]
     all_extensions = sorted(set().union(*(scan.extensions for scan in scans)))
     extensions = ", ".join(all_extensions[:10])
     if not any(scan.shard.n for scan in scans):
         if any(scan.shard.selection is not None for scan in scans):
             raise UserError(
-                f"None of the uids is in {source}; check --uid-key and that the uid files were made for these shards."
+                f"None of the uids is in {source}; check --uid-key, and that the uid files were made for these shards."
             )
         raise UserError(f"No samples in {source}; a sample has members such as 000000001.jpg and 000000001.txt.")
     if not any(scan.n_images for scan in scans):
@@ -257,8 +264,8 @@ def check_usable(scans: Sequence[Scan], paths: Sequence[str]) -> None:
         )
     if not any(scan.n_captions for scan in scans):
         raise UserError(
-            f"No captions in {source} (extensions found: {extensions}); add .txt members, or name the members with "
-            "captions in data.captions (build-manifest: --captions)."
+            f"No captions in {source} (extensions found: {extensions}); set data.captions (or --captions) to the "
+            "members that contain captions, such as txt or json:caption, or add such members."
         )
     if not any(scan.shard.n > scan.shard.n_bad for scan in scans):
         causes = [cause for scan in scans for cause in scan.causes]

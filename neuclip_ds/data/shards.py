@@ -77,7 +77,7 @@ def _without_shards(folder: Path) -> str:
     """Return a message about a folder without tars, with advice on the pairs in it."""
     for kind, extensions in {"tables": TABLES, "images": IMAGES}.items():
         if files_below(folder, extensions):
-            return f"No *.tar in {folder} or its subfolders, but {kind}: {_pack(folder, 'them')}."
+            return f"No *.tar in {folder} or its subfolders; to use the {kind} there, {_pack(folder, 'them')}."
     return f"No *.tar in {folder} or its subfolders; pass the folder that contains the shards."
 
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from neuclip_ds.data.fetch import AttemptFailed, explain
+from neuclip_ds.data.fetch import FIX_OF_ADDRESS, AttemptFailed, explain
 from neuclip_ds.data.manifest import Shard
 from neuclip_ds.data.manifest_file import MIN_SAMPLE_BYTES
 from neuclip_ds.data.scan import Scan, Scans
@@ -53,7 +53,7 @@ def count_shards(sizes: Mapping[str, int | None]) -> Scans:
             if n * MIN_SAMPLE_BYTES > size:
                 raise AttemptFailed(f"its side file lists {n} samples, but the shard is only {size} bytes long")
         except AttemptFailed as failure:
-            failures[path] = f"Shard {path} cannot be counted: {failure}."
+            failures[path] = f"The samples of shard {path} cannot be counted: {failure}."
             return None
         return Scan(shard=Shard(path=path, start=0, n=n, bytes=size), n_images=n, n_captions=n)
 
@@ -71,7 +71,7 @@ def _store(folder: str) -> Any:
     try:
         return fsspec.core.url_to_fs(folder or "/", **options)[0]
     except (ValueError, ImportError) as error:
-        raise UserError(f"{folder}: {explain(error)}.") from error
+        raise UserError(f"{folder} cannot be opened: {explain(error)}. {FIX_OF_ADDRESS}.") from error
 
 
 def _size(path: str, store: Any) -> int:

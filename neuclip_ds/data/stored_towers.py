@@ -60,7 +60,7 @@ def check_views(tables: Mapping[str, FeatureTable], crop_scale: float, captions:
     if image is not None and not image.has_random_crops and crop_scale < 1:
         raise UserError(
             f"{image.folder} contains features of the evaluation crop, but data.crop_scale={crop_scale} draws random "
-            "crops: set data.crop_scale=1, or run neuclip-ds embed with --crops."
+            "crops: set data.crop_scale=1, or run neuclip-ds embed with --crops and a new --out."
         )
     text = tables.get(TEXT)
     if text is None or text.text_width is None:  # reported when the model has been built
@@ -68,5 +68,5 @@ def check_views(tables: Mapping[str, FeatureTable], crop_scale: float, captions:
     if Captions(captions).may_be_several and not text.embedding["all_captions"]:
         raise UserError(
             f"{text.folder} contains features of only one caption per sample, but training draws from all captions of "
-            f"{', '.join(captions)}: run neuclip-ds embed with --all-captions."
+            f"{', '.join(captions)}: run neuclip-ds embed with --all-captions and a new --out."
         )

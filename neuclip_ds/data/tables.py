@@ -130,6 +130,8 @@ def open_table(source: str, quotes: Quotes | None = None) -> PairTable:
     extensions = {Path(file).suffix.lower() for file in paths}
     if len(extensions) != 1 or not extensions <= set(TABLES):
         problem = "is not a table" if paths else "contains no table, or does not exist"
+        if len(extensions) > 1:
+            problem = f"includes files of several formats ({', '.join(sorted(extensions))})"
         raise UserError(
             f"{source} {problem}; pass files of one format ({', '.join(TABLES)}), or a folder of images with .txt "
             "files."
@@ -138,7 +140,7 @@ def open_table(source: str, quotes: Quotes | None = None) -> PairTable:
     delimiter = None
     if extension in _DELIMITERS:
         delimiter = _find_delimiter(Path(paths[0]), _DELIMITERS[extension])
-    fix = _FIX if delimiter is None else _fix_of_quotes(has_quotes_option)
+    fix = _FIX if delimiter is None else _fix_of_quotes(has_quotes_option and quotes != "off")
     with explained(f"The table {source} cannot be read", fix):
         if delimiter is None:
             data = dataset.dataset(paths, format="json" if extension == ".jsonl" else "parquet")
@@ -208,9 +210,9 @@ def _count_rows(data: pyarrow.dataset.Dataset) -> int:
         raise
 
 
-def _fix_of_quotes(has_quotes_option: bool) -> str:
-    """Return advice on a CSV or TSV file that cannot be read, as the end of a sentence."""
-    if has_quotes_option:
+def _fix_of_quotes(suggests_option: bool) -> str:
+    """Return advice on a CSV or TSV file that cannot be read, as the end of a sentence; it may suggest --quotes=off."""
+    if suggests_option:
         return "correct that file, or set --quotes=off if its quotes are ordinary characters"
     return "correct that file, or write the table as .jsonl or .parquet"
 

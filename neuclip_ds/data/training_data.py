@@ -152,10 +152,10 @@ def open_training_data(
 
     training_set = TrainingSet(data, lambda source: open_data(source, data, communicator, staged), held_out)
     manifest = training_set.manifest
-    if communicator.rank == 0 and data.val == "auto" and not find_validation(data, manifest):
+    if communicator.rank == 0 and meta is None and data.val == "auto" and not find_validation(data, manifest):
         log.warning(
             "no training pairs are held out for validation, because the dataset contains %d pairs, fewer than %d: set "
-            "data.val to other pairs, or data.val=N to hold out N",
+            "data.val to the path of other pairs, or set data.val=N to hold out N training pairs",
             manifest.n_used,
             FEWEST_PAIRS,
         )
@@ -172,7 +172,8 @@ def open_training_data(
         _check_same_features(tables, meta["data"].get("features", {}))
     if communicator.rank == 0 and (unused := unused_sources(manifest, data.captions, loading.cache)):
         log.warning(
-            "data.captions names %s, but a check of up to %d samples found no such captions: correct data.captions",
+            "data.captions names %s, but none of the up to %d samples that were read has such a caption: check "
+            "data.captions",
             " and ".join(unused),
             CHECKED_SAMPLES,
         )

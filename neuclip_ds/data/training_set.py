@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from neuclip_ds.config import Config, DataConfig
-from neuclip_ds.data.interleave import FULL, Interleave, choose_interleave
+from neuclip_ds.data.interleave import FULL, Interleave, choose_interleave, in_gigabytes
 from neuclip_ds.data.manifest import Manifest, join
 from neuclip_ds.data.mixture import BatchOrder, MixtureOrder
 from neuclip_ds.data.order import GlobalOrder
@@ -207,10 +207,10 @@ def open_order(
         needed_bytes = resident_bytes(interleave, nodes)
         if needed_bytes > cache_bytes:
             problem = (
-                f"Each node reads from {needed_bytes / 1e9:,.3g} GB of shards at the same time "
+                f"Each node reads from {in_gigabytes(needed_bytes)} GB of remote files at the same time "
                 f"(data.shard_streams={interleave.streams}, data.shuffle_block_size={interleave.block}), but "
-                f"data.cache_gb={data.cache_gb:g}, so shards would be fetched repeatedly: set "
-                f"data.cache_gb={needed_bytes / FULL / 1e9:.3g} or more"
+                f"data.cache_gb={data.cache_gb:g}, so files would be fetched repeatedly: set "
+                f"data.cache_gb={in_gigabytes(needed_bytes / FULL)} or more"
             )
             if saved is None:
                 raise UserError(f"{problem}, or lower data.shuffle_block_size.")

@@ -81,7 +81,7 @@ def uid_of_location(shard: str, extents: NDArray[np.int64]) -> tuple[int, int]:
 
 
 def _map(path: Path) -> UidArray:
-    with explained(f"The uid file {path} cannot be read", "it must be a .npy file with an array of dtype u8,u8"):
+    with explained(f"The uid file {path} cannot be read", "pass a .npy file with an array of dtype u8,u8"):
         listed = np.lib.format.open_memmap(path, mode="r")
     words = [listed.dtype[name].str for name in listed.dtype.names or ()]
     if words != ["<u8", "<u8"] or listed.dtype.itemsize != UID.itemsize or listed.ndim != 1:

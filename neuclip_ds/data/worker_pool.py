@@ -65,12 +65,14 @@ class WorkerPool:
         self._options = options
         self._workers: list[_Worker] = []
 
-    def run(self, jobs: Iterable[Any], describe: Callable[[int], str], folder: Path) -> Generator[Any, None, None]:
+    def run(
+        self, jobs: Iterable[Any], describe: Callable[[int], str], folder: str | Path = ""
+    ) -> Generator[Any, None, None]:
         """Yield the results of jobs in order; a worker that fails is replaced, and its unfinished jobs are repeated.
 
-        Jobs must be picklable; at most `prefetch` jobs per worker are read ahead. Errors about workers name `folder`
-        (the folder of the shards) and `describe(n)` (a name for the result of the n-th job, from 1). If the caller
-        stops early, the next call starts new workers. Raises UserError if a job raises it, if a worker fails
+        Jobs must be picklable; at most `prefetch` jobs per worker are read ahead. Errors about workers name
+        `describe(n)` (a name for the result of the n-th job, from 1) and, if given, the `folder` of the data. If the
+        caller stops early, the next call starts new workers. Raises UserError if a job raises it, if a worker fails
         repeatedly, or if a limit of this machine is too low for workers. Any other exception in a worker is raised as a
         RuntimeError that contains the traceback.
         """
@@ -95,7 +97,7 @@ class WorkerPool:
                 if not workers[number % count].unfinished:
                     return
                 loaders = counted(count, "loader process", "loader processes")
-                waited_for = f"{describe(number + 1)} from {loaders} (shards in {folder})"
+                waited_for = f"{describe(number + 1)} from {loaders}{f' (data in {folder})' if folder else ''}"
                 result = self._next_result(workers, number % count, waited_for)
                 for next_number, job in itertools.islice(numbered_jobs, 1):
                     workers[next_number % count].submit(job)
@@ -190,7 +192,7 @@ class _Worker:
             code = self._process.exitcode
             if code is None:
                 if fix := fix_of_limit(connection_error):
-                    problem = f"The result of {waited_for} cannot be received ({connection_error})"
+                    problem = f"The main process cannot receive {waited_for} ({connection_error})"
                     raise UserError(f"{problem}; {fix}.") from connection_error
                 raise connection_error
             cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
@@ -199,7 +201,9 @@ class _Worker:
                 advice = "; if memory ran out, lower data.workers (or --workers)"
             elif code == -signal.SIGBUS:
                 advice = f"; {fix_of_shared_memory()}"
-            raise _WorkerFailure(f"A loader process died while the run waited for {waited_for}: {cause}{advice}")
+            raise _WorkerFailure(
+                f"A loader process died while the main process waited for {waited_for}: {cause}{advice}"
+            )
         if isinstance(result, _WorkerFailure):
             raise result  # the job stays unfinished, for the next worker
         self.unfinished.popleft()
@@ -229,7 +233,8 @@ class _Worker:
                 continue
             if arrived_bytes == bytes_before:
                 raise _WorkerFailure(
-                    f"Timed out after {timeout:g} s waiting for {waited_for}: check the storage or raise data.timeout"
+                    f"Timed out after {timeout:g} s waiting for {waited_for}: check the storage or, in a run, raise "
+                    "data.timeout"
                 )
             waiting_since = time.monotonic()
 

@@ -67,13 +67,14 @@ class Communicator:
         device: device of the tensors.
         group: process group of the ranks; by default, torch's default group.
         host_group: process group of the same ranks for objects and tensors in host memory; by default, `group`.
-        store: store that the same ranks share; required by `count`.
+        store: store that the same ranks share; `count` requires it if there are several ranks.
 
     Attributes:
         rank: rank of this process, 0 <= rank < world_size.
         world_size: number of ranks K.
         device: device of the tensors.
-        collectives_started: number of collectives that this rank has started; ranks with a larger number wait for it.
+        collectives_started: number of collectives that this rank has started; ranks that have started more wait for
+            this rank.
     """
 
     def __init__(

@@ -1,4 +1,7 @@
-"""Read the launcher's environment variables. The module does not import torch, so it reports errors at once."""
+"""Read the launcher's environment variables, and check this machine for GPUs, orphaned ranks and the hostfile.
+
+The module does not import torch, so it reports errors at once.
+"""
 
 import os
 import re
@@ -58,7 +61,8 @@ def read_environment(env: MutableMapping[str, str] = os.environ) -> RankEnvironm
     if not are_numbers or int(values[0]) >= int(values[2]):
         settings = ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
         raise UserError(
-            f"The values {settings} do not describe a rank; start the run with a launcher, which sets these variables."
+            f"The values {settings} do not describe a rank; start the program with a launcher, which sets these "
+            "variables, or unset them."
         )
     rank, local_rank, world_size = values
     return RankEnvironment(int(rank), int(local_rank), int(world_size))
@@ -74,7 +78,8 @@ def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
 
     A single rank uses its own machine as MASTER_ADDR and a free port; an srun step uses its first node and a port
     derived from the job ID. Under mpirun, MPI can provide a missing address, so nothing is set; under other launchers,
-    a missing address raises `UserError`.
+    a missing address raises `UserError`. A missing local rank also raises `UserError` under a launcher that sets only
+    PMI_RANK and PMI_SIZE.
     """
     names = _variables_of_launcher(env)
     if names is None or (names not in (_TORCH, _SLURM) and read_environment(env).world_size == 1):
@@ -96,7 +101,7 @@ def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
         env["LOCAL_RANK"] = str(environment.local_rank)
         env["WORLD_SIZE"] = str(environment.world_size)
     elif names in (_TORCH, _SLURM):
-        raise UserError("MASTER_ADDR and MASTER_PORT, the address of rank 0, are not set: set them on each rank.")
+        raise UserError("MASTER_ADDR and MASTER_PORT must give the address of rank 0: set both on each rank.")
 
 
 def find_gpus(devices: Path = Path("/dev")) -> list[str]:
@@ -118,7 +123,7 @@ def refuse_missing_gpus(torch_build: str) -> None:
     """Raise `UserError` if training on the CPU is a mistake; call this if DeepSpeed has found no GPU.
 
     It is a mistake if the machine has GPUs or if the process was started by `deepspeed --num_gpus N`. The alias
-    `--num_accelerators` is allowed, because it can also mean CPU ranks. DS_ACCELERATOR=cpu disables these checks.
+    `--num_accelerators` is allowed, because it can also mean CPU ranks. If DS_ACCELERATOR is set, nothing is checked.
 
     Args:
         torch_build: torch's version and the platform that it was built for.
@@ -127,15 +132,9 @@ def refuse_missing_gpus(torch_build: str) -> None:
         return
     gpus = find_gpus()
     if gpus:
-        driver = None
-        if _DRIVER.is_file():
-            driver = re.search(r"\b\d{3,}\.[\d.]+", _DRIVER.read_text())
         raise UserError(
-            f"{socket.gethostname()} has GPUs ({', '.join(gpus)}), but torch cannot use them: this is {torch_build}, "
-            f"and NVIDIA's driver is {driver[0] if driver else 'not loaded'}. Check nvidia-smi and "
-            "CUDA_VISIBLE_DEVICES; install a newer driver, or torch for an older CUDA: pip install 'torch<2.16' "
-            "torchvision --index-url https://download.pytorch.org/whl/cu126. To train on the CPU, set "
-            "DS_ACCELERATOR=cpu."
+            f"{socket.gethostname()} has GPUs ({', '.join(gpus)}), but torch cannot use them: this is {torch_build}"
+            f"{_advice_on_gpus(gpus)} To use the CPU, set DS_ACCELERATOR=cpu."
         )
     for parent in psutil.Process().parents():
         with suppress(psutil.Error):  # the process has ended
@@ -147,6 +146,20 @@ def refuse_missing_gpus(torch_build: str) -> None:
                     "nvidia-smi and CUDA_VISIBLE_DEVICES, and that torch is built for GPUs; or train on CPU cores with "
                     f"deepspeed --num_accelerators {launched[1]}."
                 )
+
+
+def _advice_on_gpus(gpus: Sequence[str]) -> str:
+    """Return the rest of a sentence about torch, and advice, for GPUs that torch cannot use."""
+    if not any("nvidia" in gpu for gpu in gpus):
+        return ". Check rocm-smi and HIP_VISIBLE_DEVICES; install torch for ROCm (pytorch.org)."
+    driver = None
+    if _DRIVER.is_file():
+        driver = re.search(r"\b\d{3,}\.[\d.]+", _DRIVER.read_text())
+    return (
+        f", and NVIDIA's driver is {driver[0] if driver else 'not loaded'}. Check nvidia-smi and CUDA_VISIBLE_DEVICES; "
+        "install a newer driver, or torch for an older CUDA: pip install 'torch<2.16' torchvision --index-url "
+        "https://download.pytorch.org/whl/cu126."
+    )
 
 
 def use_interface_of(address: str) -> None:

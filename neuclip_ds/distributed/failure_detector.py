@@ -44,7 +44,7 @@ _STUCK_SPREAD = 60.0  # seconds within which all ranks that wait for the same ra
 _MAX_MESSAGE = 2000  # characters of an error that other ranks receive
 _MAX_NAMED_RANKS = 8
 _NOT_CONNECTED = (
-    "the ranks did not connect to each other over NCCL and gloo within 5 minutes. Set NCCL_SOCKET_IFNAME and "
+    "the ranks did not connect to each other over NCCL or gloo within 5 minutes. Set NCCL_SOCKET_IFNAME and "
     "GLOO_SOCKET_IFNAME to the network interface that all nodes share (ip addr lists them); with deepspeed --hostfile, "
     "set them in .deepspeed_env. NCCL_DEBUG=INFO prints what NCCL tries."
 )
@@ -89,8 +89,8 @@ class FailureDetector:
 
     The exit code is 2 for a `UserError`, 128 + the signal's number for `Interrupted`, and otherwise 1. Rank 0 reports
     `UserError`, `Interrupted` or `TrainingDiverged` in one line. For any other exception, the rank that failed first
-    logs the traceback, and local rank 0 of each node logs one line; if local rank 0 failed first, the next rank of its
-    node logs the line.
+    logs the traceback. In that case, or if a rank was killed, local rank 0 of each node logs one line; if local rank 0
+    itself failed first, the next rank of its node logs the line.
 
     Args:
         environment: rank and world size of this process; all ranks (at least two) must enter the block.
@@ -284,7 +284,8 @@ class FailureDetector:
             named.append(f"rank {rank} on {self._host_of(rank)}, which {doing}")
         more = len(behind) - _MAX_NAMED_RANKS
         log.warning(
-            "no rank has made progress for %.0f s: %s %s%s; `py-spy dump --pid PID` on a rank's host shows its stack",
+            "the run has made no progress for %.0f s: %s %s%s; `py-spy dump --pid PID` on a rank's host shows the "
+            "rank's stack",
             _STUCK_AFTER + _STUCK_SPREAD,
             "the ranks wait for" if behind else "no rank is behind the others; check",
             "; ".join(named),

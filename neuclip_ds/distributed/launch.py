@@ -71,7 +71,8 @@ def process_group(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
         max_outage: longest time in seconds that a node may wait for its storage while others wait in a collective.
 
     Raises:
-        UserError: ranks are missing, have no GPU although others do, or run different code or a different task.
+        UserError: ranks are missing, cannot be reached or have no usable GPU, or differ in their devices, library
+            versions, code or task.
     """
     refuse_missing_hostfile()
     before = os.environ.copy()
@@ -168,13 +169,13 @@ def _discover_with_mpi() -> None:
     """Let MPI find the address of rank 0; raise `UserError` if mpi4py is missing or belongs to another MPI library."""
     launched = read_environment()
     fix = "install mpi4py for the launcher's MPI library, or set MASTER_ADDR and MASTER_PORT on each rank"
-    with explained("The launcher sets no MASTER_ADDR, and mpi4py cannot find the address of rank 0", fix):
+    with explained("MASTER_ADDR or MASTER_PORT is not set, and mpi4py cannot find the address of rank 0", fix):
         deepspeed.comm.mpi_discovery(int(os.environ.get("MASTER_PORT", "29500")), verbose=False)
     in_mpi = read_environment()
     if (in_mpi.rank, in_mpi.world_size) != (launched.rank, launched.world_size):
         raise UserError(
             f"The launcher started rank {launched.rank} of {launched.world_size}, but mpi4py finds rank {in_mpi.rank} "
-            f"of {in_mpi.world_size}, because it is built for another MPI library: {fix}."
+            f"of {in_mpi.world_size}, probably because it is built for another MPI library: {fix}."
         )
 
 
@@ -183,8 +184,8 @@ def _name_orphans() -> None:
     orphans = " ".join(str(pid) for pid in find_orphans())
     if orphans:
         log.warning(
-            "These processes on %s are ranks whose launcher has ended, and may still train: %s. If nobody needs them, "
-            "run: kill %s",
+            "These processes on %s are ranks whose launcher has ended, and may still be training: %s. If nobody needs "
+            "them, run: kill %s",
             socket.gethostname(),
             orphans,
             orphans,
@@ -298,10 +299,16 @@ def open_store(rank: int, timeout: timedelta = TIMEOUT, serve: bool = True) -> d
     except (OSError, dist.DistError) as error:
         if is_server:
             problem = "cannot listen"
-            fix = "that no other run uses the port, or choose another one (the launcher's --master_port)"
+            fix = (
+                "that no other run uses the port, or choose another port (the launcher's --master_port, or MASTER_PORT "
+                "under srun or mpirun)"
+            )
         else:
             problem = f"waited {timeout.total_seconds():.0f} s for rank 0"
-            fix = "rank 0's log, the address (the launcher's --master_addr) and the firewall"
+            fix = (
+                "rank 0's log, the address (the launcher's --master_addr, or MASTER_ADDR under srun or mpirun) and the "
+                "firewall"
+            )
         reason = " ".join(str(error).split("\n")[0].split())
         raise UserError(f"Rank {rank} {problem} at {host}:{port} ({reason}). Check {fix}.") from error
     return dist.PrefixStore("neuclip_ds", store)
@@ -500,7 +507,7 @@ def _find_difference(first: _Arrival, other: _Arrival) -> str:
         changes = " ".join(lines)[:_MAX_CHANGES]
         return (
             f"Rank {other.rank} on {other.host} differs from rank {first.rank} on {first.host} in its {name} "
-            f"({changes}): use the same code, libraries, options and number of slots on all nodes."
+            f"({changes}): use the same devices, code, libraries, options and number of slots on all nodes."
         )
     return ""
 
@@ -518,7 +525,8 @@ def check_shared(folder: Path, communicator: Communicator) -> None:
     if not shared_file.exists():
         problem = (
             f"{folder.absolute()} on this node is not the same folder as on rank 0's node, but all nodes must share "
-            "it: put --run.output_dir on a shared file system, and start in the same working folder on each node."
+            "it: choose a folder on a shared file system (run.output_dir, or --out of `neuclip-ds embed`), and start "
+            "in the same working folder on each node."
         )
     communicator.raise_if_any_rank_failed(problem)
     communicator.on_rank_zero(shared_file.unlink)
@@ -527,7 +535,7 @@ def check_shared(folder: Path, communicator: Communicator) -> None:
 def read_hostfile(path: Path) -> dict[str, int]:
     """Read each node's slots from a hostfile as DeepSpeed does; raise `UserError` if the file is missing or invalid."""
     if not path.is_file():
-        raise UserError(f"The hostfile {path} does not exist; hostfiles/ has examples.")
+        raise UserError(f"The hostfile {path} does not exist; pass a file with one line `NAME slots=N` for each node.")
     if path.read_bytes().startswith(codecs.BOM_UTF8):
         raise UserError(f"DeepSpeed reads the byte order mark of {path} as part of a name; save the file without it.")
     with explained(f"DeepSpeed cannot read the hostfile {path}", "write one line `NAME slots=N` for each node"):

@@ -51,5 +51,5 @@ def _unreadable(key: str, content: bytes) -> UserError:
     return UserError(
         f"The ranks' store contains an unreadable entry {key!r} ({content[:_MAX_SHOWN]!r}): another program or another "
         "version of neuclip_ds uses the store. Install the same version on all nodes, and choose another port (the "
-        "launcher's --master_port)."
+        "launcher's --master_port, or MASTER_PORT under srun or mpirun)."
     )

@@ -56,6 +56,10 @@ log = logging.getLogger(__name__)
 
 _PART_NAME = re.compile(r"part-(\d{8})\.parquet")
 _LOG_INTERVAL = 10.0  # seconds between progress lines
+_HASHES = {  # fields of EMBEDDING that contain hashes -> what another value means
+    "data": "other data, or of the shards in a different order",
+    "trunk_weights": "a model with other weights",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,11 +130,12 @@ class Parts:
             expected = {**identity, "shards": shards, "data": manifest.hash_of_first(shards)}
             expected.pop(TRUNK_OUTPUTS, None)
         for name, value in expected.items():
-            if stored.get(name) != value:
-                raise UserError(
-                    f"{self.folder} contains features of a job with {name}={stored.get(name)}, but this job uses "
-                    f"{name}={value}: choose another --out."
-                )
+            if stored.get(name) == value:
+                continue
+            problem = f"a job with {name}={stored.get(name)}, but this job uses {name}={value}"
+            if name in _HASHES:
+                problem = _HASHES[name]
+            raise UserError(f"{self.folder} contains features of {problem}: choose another --out.")
 
     def write(self, encoded: EncodedShard, manifest: Manifest) -> int:
         """Write a shard's part; return its number of samples.
@@ -243,7 +248,8 @@ def embed(
     bad = 0
     unreadable: list[str] = []
     with closing(WorkerPool(reader, options)) as pool:
-        blocks = pool.run(blocks_to_read(), "batch {} of the shards".format, Path(manifest.shards[0].path).parent)
+        folder = manifest.shards[0].path.rpartition("/")[0]
+        blocks = pool.run(blocks_to_read(), "batch {} of the shards".format, folder)
         for encoded in _encode_shards(blocks, encoders, manifest, batch_size):
             path = manifest.shards[encoded.shard].path
             reasons = [block.unreadable for block in encoded.blocks if block.unreadable is not None]

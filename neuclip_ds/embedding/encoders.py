@@ -78,7 +78,8 @@ def dual_encoders(
     if output == "trunk":
         if isinstance(model.vision.projection, nn.Identity) or isinstance(model.text.projection, nn.Identity):
             raise UserError(
-                f"{name} has no separate projections, so only joint features can be stored: set --output joint."
+                f"A tower of {name} has no separate projection, so only joint features can be stored: set "
+                "--output joint."
             )
         image = _encode_with(model, model.vision.feature)
         text = _encode_with(model, model.text.feature)

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -145,13 +144,17 @@ def check_features(model: SearchableModel, collection: Collection, folder: str) 
     with explained(f"Image {name} cannot be read", "check the storage"):
         feature = model.encode_image(collection.read(number).image).cpu()
     stored = torch.from_numpy(images.values[0]).float()
-    similarity = float(feature @ stored) if feature.shape == stored.shape else 0
-    if similarity < _REPRODUCED:
-        raise UserError(
-            f"The features in {folder} are not those of {model.name}: the stored and the computed feature of "
-            f"image {name} have a cosine similarity of {similarity:.3f}. The model or the data has changed since "
-            "the features were written: run `neuclip-ds embed` again, with another --out."
-        )
+    problem = "different widths"
+    if feature.shape == stored.shape:
+        similarity = float(feature @ stored)
+        if similarity >= _REPRODUCED:
+            return
+        problem = f"a cosine similarity of {similarity:.3f}"
+    raise UserError(
+        f"The features in {folder} are not those of {model.name}: the stored and the computed feature of image {name} "
+        f"have {problem}. The model or the data has changed since the features were written: run `neuclip-ds embed` "
+        "again, with another --out."
+    )
 
 
 def transform_of(encoders: FeatureEncoders) -> EvalTransform:
@@ -237,7 +240,7 @@ def encode_collection(
             yield range(start, min(start + batch_size, total))
 
     with closing(WorkerPool(_RangeReader(collection, transform_of(encoders)), options)) as pool:
-        for number, batch in enumerate(pool.run(ranges(), "batch {} of the images".format, Path())):
+        for number, batch in enumerate(pool.run(ranges(), "batch {} of the images".format)):
             if batch.index:
                 images.append(encoders.image(batch.pixels).cpu())
             if batch.captions:
@@ -251,7 +254,8 @@ def encode_collection(
         reasons = "; ".join(f"{count} x {reason}" for reason, count in unusable.most_common(3))
         log.warning("omitted %d of %d images: %s", unusable.total(), total, reasons)
     if not index:
-        raise UserError(f"None of the {total} images can be used: {next(iter(unusable), 'the dataset is empty')}.")
+        reason = next(iter(unusable), "the dataset is empty")
+        raise UserError(f"None of the {total} images can be used: {reason}; check --images.")
     return CollectionFeatures(images=_features(index, images), captions=_features(caption_index, captions))
 
 
@@ -283,7 +287,7 @@ def read_features(stored: Stored, model: str, manifest: Manifest) -> CollectionF
     if embedding["model"] != model:
         raise UserError(
             f"The features in {folder} are of {embedding['model']}, not of {model}: pass the folders in "
-            "--features in the order of the models, or embed the data with this model."
+            f"--features in the order of the models, or embed the data with {model}."
         )
     if embedding["output"] != "joint":
         raise UserError(f"The features in {folder} are not in a joint space: embed the data without --output=trunk.")

@@ -73,6 +73,8 @@ def select(
         if name not in data.schema.names:
             raise UserError(f"{files[0]} has no column {name}: choose {option} from {', '.join(data.schema.names)}.")
     uid_lists = [UidFiles([path]) for path in within]
+    for uid_list in uid_lists:
+        uid_list.check_order()
     minimum = rule.minimum
     if rule.top is not None:
         minimum = max(minimum, _threshold(data, column, rule.top))
@@ -104,7 +106,7 @@ def select(
             choices += ", or check that the files in --within list uids of these samples"
         raise UserError(
             f"None of the {counted(samples, 'sample')} is kept ({counted(without_value, 'has', 'have')} no value in "
-            f"the column): {choices}."
+            f"{column}): {choices}."
         )
     refined_uids = refine(uids)
     out.parent.mkdir(parents=True, exist_ok=True)

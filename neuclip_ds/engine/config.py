@@ -1,7 +1,8 @@
 """A run's DeepSpeed config: the user's JSON file plus settings from the recipe. The module does not import torch.
 
 The recipe sets the batch size, learning rate, optimizer and clipping; the JSON file sets precision, ZeRO and offload.
-If the JSON file also sets one of the recipe's options, the value must equal the recipe's or be "auto".
+If the JSON file also sets batch sizes or clipping, the value must equal the recipe's or be "auto"; the sections
+`optimizer` and `scheduler` are rejected.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -166,13 +167,13 @@ def _refuse_unsupported(path: Path, engine: dict[str, Any]) -> None:
         )
     if not options.bf16.check_grad_overflow:
         problems.append(
-            "turns off bf16.check_grad_overflow, without which nonfinite gradients are not detected: remove this "
+            "turns off bf16.check_grad_overflow, without which non-finite gradients are not detected: remove this "
             "setting from the JSON"
         )
     if not zero.compute_grad_norm:
         problems.append(
-            "turns off zero_optimization.compute_grad_norm, without which nonfinite gradients are not detected: remove "
-            "this setting from the JSON"
+            "turns off zero_optimization.compute_grad_norm, without which non-finite gradients are not detected: "
+            "remove this setting from the JSON"
         )
     for key, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         if offload is not None and (offload.device == "nvme" or offload.ratio != 1):

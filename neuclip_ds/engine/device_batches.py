@@ -3,7 +3,7 @@
 On a GPU, copies run on a side stream, from pinned memory, so that neither the host nor the computation waits for them.
 The next batch is fetched after a step has been launched, so a late batch delays only its own step. The host holds the
 pixels, and each micro-batch is copied while the previous one is processed, even across passes and steps.
-On a CPU, nothing is copied, and a batch is fetched when its step begins.
+On a CPU, rows are copied only to join the chunks of a micro-batch, and a batch is fetched when its step begins.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ DeepSpeed casts and adds each parameter's gradient separately, copies all gradie
 all-reduce them, launches one norm per parameter, and fills the buffers with zeros after the step. `LeanZero1` copies
 the gradients to DeepSpeed's float32 buffers with one call per bucket, sums each gradient on the rank that stores its
 master weight, and reads only the norm of this rank's shards. Master weights, moments and their layout are DeepSpeed's.
+On several ranks, clipped updates may differ by rounding, because the norm is summed in a different order.
 
 On one rank, the parameters of a group are one bucket. On several ranks, a large group has buckets of 25 MB, which are
 summed during the last backward pass of a step. DeepSpeed stores a rank's shard as one contiguous part of a group, so a

@@ -116,7 +116,7 @@ class _Float32BatchNorm:
 def parameter_groups(module: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
     """Group the trained parameters by learning-rate factor `lr_scale` (largest first) and weight decay.
 
-    Weight decay applies to matrices and embeddings, but not to gains, biases and other vectors.
+    Weight decay applies to parameters of two or more dimensions, but not to gains, biases and other vectors.
     """
     scales = learning_rate_scales(module, config)
     parameters: defaultdict[tuple[float, bool], list[nn.Parameter]] = defaultdict(list)  # (lr_scale, decays) -> ...

@@ -160,7 +160,7 @@ def keep_frozen_unpartitioned(module: nn.Module, communicator: Communicator) -> 
 def restore_linear() -> None:
     """Restore `torch.nn.functional.linear`, which DeepSpeed replaces for the whole process when ZeRO 3 starts.
 
-    Otherwise an engine that the process starts later, without ZeRO 3, would launch more kernels for every linear layer.
+    Otherwise, an engine that the process starts later without ZeRO 3 would launch more kernels for every linear layer.
     """
     if torch.nn.functional.linear is zero3_linear_wrap:
         torch.nn.functional.linear = torch._C._nn.linear

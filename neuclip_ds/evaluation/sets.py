@@ -84,7 +84,7 @@ class Sample:
         if extension not in self._members:
             raise UserError(f"{self.name} has no {extension} member; add it, or download the set again.")
         member = self._members[extension]
-        with explained(f"{self.name} cannot be read", "check the storage"):
+        with explained(f"{self.name} cannot be read", "check the file and the storage"):
             return member if isinstance(member, bytes) else member()
 
     def text(self, extension: str) -> str:
@@ -158,8 +158,8 @@ def open_captioned(path: Path) -> EvaluationSet:
     kind = captioned_set.kind
     if kind != "retrieval":
         raise UserError(
-            f"{path} is a {kind} set, not a retrieval set; pass another set, or if it contains captions, write "
-            "retrieval to its dataset_type.txt."
+            f"{path} is a {kind} set, not a retrieval set; pass a retrieval set or, if the samples of this set have "
+            "captions, write retrieval to its dataset_type.txt."
         )
     return captioned_set
 
@@ -172,8 +172,8 @@ def open_labeled(path: Path) -> EvaluationSet:
     labeled_set = open_set(path)
     if labeled_set.kind != "classification":
         raise UserError(
-            f"{path} is a {labeled_set.kind} set, not a zero-shot set; pass another set, or if its samples have "
-            "labels, remove its dataset_type.txt."
+            f"{path} is a {labeled_set.kind} set, not a zero-shot set; pass a zero-shot set or, if the samples of this "
+            "set have labels, remove its dataset_type.txt."
         )
     if not labeled_set.class_names:
         class_names = _read_lines(path / _CLASS_NAMES)
@@ -313,7 +313,7 @@ def _imagenet_prompts(path: Path, wordnet_ids: Sequence[str]) -> tuple[tuple[str
         from open_clip.zero_shot_metadata import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
     except ImportError as error:
         raise UserError(
-            f"The folders in {path} are named by WordNet ids, such as {wordnet_ids[0]}, whose class names are read "
+            f"The folders in {path} are named by WordNet ids, such as {wordnet_ids[0]}. Their class names are read "
             f"from open_clip, which is not installed: run pip install open_clip_torch, or {fix}."
         ) from error
     from timm.data import ImageNetInfo

@@ -71,7 +71,7 @@ class MicroBatches:
     The first pass stores features without a graph. Once the gradient of the whole batch's loss with respect to these
     features is known, the second pass runs each micro-batch again and backpropagates its rows of the gradient. Both
     passes draw the same random numbers, so dropout masks match. The running statistics of batch normalization change in
-    the second pass only. Without batch normalization, the result is the same as that of one large pass.
+    the second pass only. Without batch normalization and dropout, the result is that of one large pass, up to rounding.
     """
 
     def __init__(self, layers: Sequence[BatchNorm]) -> None:
@@ -145,7 +145,7 @@ class MicroBatches:
 
 
 class TwoPass(MicroBatches):
-    """Two passes over micro-batches: one collects the features for the whole batch's loss, the other backpropagates.
+    """Two passes over micro-batches: the first collects features for the loss, and the second backpropagates.
 
     `ContrastiveLoss.accumulate` yields this object. Both passes draw the same random numbers, so dropout masks match. A
     missing, extra or out-of-order call raises `RuntimeError`.
@@ -191,7 +191,7 @@ class TwoPass(MicroBatches):
         self._require(self._first_pass is None and 0 < len(self._ends) == len(self._random_states))
         indices = [index for index in self._indices if index is not None]
         if indices and len(indices) < len(self._indices):
-            raise RuntimeError("accumulate(): pass the index of every micro-batch, or of none.")
+            raise RuntimeError("accumulate(): pass index with every micro-batch, or with none.")
         index = torch.cat(indices) if indices else None
         valid = torch.cat(self._valid)
         stored = StoredBatch.concatenated(self._stored)
@@ -219,7 +219,7 @@ class TwoPass(MicroBatches):
         """Run each micro-batch of the second pass and its `backward` in this context, in the order of the first pass.
 
         Gradients are reduced over ranks in the last micro-batch only, using DDP's `no_sync` or FSDP2's
-        `set_requires_gradient_sync`.
+        `set_requires_gradient_sync`. With DDP's static graph, they are reduced in each micro-batch.
         """
         self._require(self._micro_batch < len(self._ends) and self._first_pass is not None)
         with _without_reduction(self._model, self.is_last), super().gradients():
@@ -229,8 +229,10 @@ class TwoPass(MicroBatches):
     def backward(self, image_features: Tensor, text_features: Tensor) -> None:
         """Backpropagate this micro-batch's rows of the gradient; a frozen tower's features may have no graph.
 
-        With `validate=True`, the loss raises `RuntimeError` if the features differ from those of the first pass.
+        With `validate=True`, raise `RuntimeError` if the features differ from those of the first pass by more than
+        rounding.
         """
+        self._require(self._first_pass is not None and self._micro_batch < len(self._ends))
         start = self._row
         outputs, gradients = self.trainable_outputs_and_gradients(image_features, text_features)
         expected_start = 0 if self._micro_batch == 0 else self._ends[self._micro_batch - 1]

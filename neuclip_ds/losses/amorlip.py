@@ -18,7 +18,8 @@ With `amortizes=negatives` (Table 3), the nets fit only the sum over j != i; the
 
 Negative j of anchor i has the weight exp(L s_ij)/lambda_i, so log w_i = L s_ii - log lambda_i in the gradient that all
 methods share. In that gradient, w_i is constant; the remaining derivative with respect to s_ii, L (C_i/lambda_i - 1) in
-each direction, is added. Each step updates the online net, then the target net, and then runs stage II.
+each direction, is added. A step first updates the online net and then the target net, if their updates are due
+(`online_every`, `target_every`), and then runs stage II.
 
 All ranks have bit-identical copies of both nets. `fits_all_rows` selects one of two ways to fit the nets: every rank
 fits them to all rows of the batch, after an all-gather of log Z and log C (so all ranks do the same work), or each rank
@@ -64,9 +65,11 @@ _DIVERGENCE_SLOPES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def amorlip(config: ObjectiveConfig, context: LossContext) -> GlobalContrastiveLoss:
-    """Build AmorLIP's loss (eq. 6, rescaled by tau), whose tau follows RGCL-g's rule with rho tau instead of 2 rho tau.
+    """Build AmorLIP's loss (eq. 6, rescaled by tau).
 
     tau (-2 mean s_ii/tau + mean C1_i/lambda1_i + mean C2_i/lambda2_i) + rho tau
+
+    tau follows the derivative of this loss with lambda and the leading tau held constant.
     """
     return GlobalContrastiveLoss(
         config,

@@ -51,6 +51,7 @@ METHODS = {
     "amorlip": Method(
         builder="amorlip.amorlip",
         sections=("amortized", "epoch_steps"),
+        state_options=("amortized.width",),
         defaults={"temperature": {"initial": 0.07, "schedule": "third_below_0.03"}},
         refuses_reference=True,
     ),

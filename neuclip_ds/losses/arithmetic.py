@@ -93,9 +93,10 @@ def restored_tf32() -> Iterator[None]:
 
 
 def pair_products(rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows @ columns.T for float32 features that `dtype` represents exactly; only the sums are rounded.
+    """Return rows @ columns.T for features that `dtype` represents exactly; only the sums are rounded.
 
-    A GPU multiplies 16-bit numbers directly and returns float32. On ROCm or with torch < 2.8, TF32 is used instead.
+    If `dtype` has 16 bits, a GPU multiplies such numbers directly and returns float32; on ROCm or with torch < 2.8, it
+    uses TF32 instead.
     """
     if _MM_RETURNS_FLOAT32 and rows.is_cuda and dtype in _EXACT_IN_TF32 and rows.dtype == torch.float32:
         return torch.mm(rows.to(dtype), columns.to(dtype).T, out_dtype=torch.float32)

@@ -39,7 +39,12 @@ def problem_with_norms(image: Tensor, text: Tensor, valid: Tensor | None, not_fi
     if not_finite:
         errors = errors.nan_to_num(0.0, posinf=0.0)
     for name, direction_errors in zip(("image_features", "text_features"), errors, strict=True):
-        if not bool((direction_errors <= _TOLERANCE).all()):  # NaN fails as well
+        if not bool(direction_errors.isfinite().all()):
+            return (
+                f"{name} contains NaN or infinite values: lower the learning rate, or mark such rows as invalid "
+                "(valid). If you use a GradScaler, pass it to ContrastiveLoss as scaler=..., which accepts such values."
+            )
+        if not bool((direction_errors <= _TOLERANCE).all()):
             return f"{name} must have rows of norm 1: apply torch.nn.functional.normalize({name}, dim=-1)."
     return None
 
@@ -58,12 +63,14 @@ def problem_with_rows(index: Any, valid: Any, rows: int, samples: int) -> str | 
             return _not_a_tensor("index", index)
         is_integer = not index.is_floating_point() and index.dtype != torch.bool
         if index.shape != (rows,) or not is_integer:
-            return f"index has dtype {index.dtype} and shape {tuple(index.shape)}, but must be ({rows},) integers."
+            given = f"dtype {index.dtype} and shape {tuple(index.shape)}"
+            return f"index has {given}, but must be an integer tensor of shape ({rows},)."
     if valid is not None:
         if not isinstance(valid, Tensor):
             return _not_a_tensor("valid", valid)
         if valid.shape != (rows,) or valid.dtype != torch.bool:
-            return f"valid has dtype {valid.dtype} and shape {tuple(valid.shape)}, but must be ({rows},) bools."
+            given = f"dtype {valid.dtype} and shape {tuple(valid.shape)}"
+            return f"valid has {given}, but must be a bool tensor of shape ({rows},)."
     if index is None or not samples:
         return None
     used = index if valid is None else index[valid]
@@ -77,7 +84,7 @@ def problem_with_rows(index: Any, valid: Any, rows: int, samples: int) -> str | 
 
 
 def _not_a_tensor(name: str, value: Any) -> str:
-    return f"{name} is a {type(value).__name__}, but must be a tensor: pass torch.as_tensor({name})."
+    return f"{name} has type {type(value).__name__}, but must be a tensor: pass torch.as_tensor({name})."
 
 
 def problem_with_stored(name: str, image: Any, text: Any, rows: int, valid: Tensor | None) -> str | None:
@@ -91,7 +98,10 @@ def problem_with_stored(name: str, image: Any, text: Any, rows: int, valid: Tens
     """
     for features in (image, text):
         if not isinstance(features, Tensor):
-            return _not_a_tensor(name, features)
+            return (
+                f"{name} contains an object of type {type(features).__name__}, but must be two floating-point tensors "
+                f"of the same shape ({rows}, D)."
+            )
         is_matrix = features.ndim == 2 and len(features) == rows
         if not is_matrix or features.shape != image.shape or features.dtype not in _DTYPES:
             shape = tuple(features.shape)
@@ -159,7 +169,7 @@ def _disagreement(calls: Tensor) -> str | None:
         return f"the features' dtypes differ between ranks: {names}. Use one dtype."
     if len(set(stored)) > 1:
         return (
-            "the features of the reference or of the teachers differ in number or width between ranks: pass the same "
-            "stored features on all ranks."
+            "the features of the reference or of the teachers differ in number or width between ranks: pass features "
+            "of the same models on all ranks."
         )
     return None

@@ -39,9 +39,11 @@ from neuclip_ds.state.shards import INDEX, ShardFiles, replicated_shards, shard_
 
 log = logging.getLogger(__name__)
 
-_OPTIONS = {REFERENCE: "objective.reference_model", TEACHER: "objective.distill"}
-_REASONS = {
-    REFERENCE: "the loss does not support a reference model; docs/reference/losses.md lists the losses that do.",
+_OPTIONS = {REFERENCE: "reference_model", TEACHER: "distill.features"}
+_FORMS = {REFERENCE: "reference=(image, text)", TEACHER: "teacher=(image, text), or a list of such pairs"}
+_USES = {REFERENCE: "a reference model (reference_model)", TEACHER: "distillation (distill)"}
+_FIXES = {
+    REFERENCE: "docs/reference/losses.md lists the losses that can.",
     TEACHER: "use a loss of the package, or one that is built from GlobalContrastiveLoss.",
 }
 
@@ -59,8 +61,8 @@ class _Undo:
 class ContrastiveLoss(nn.Module):
     """Contrastive loss over the global batch of all ranks, with the exact gradient of its method.
 
-    Each training call also updates the temperature and the method's networks with separate optimizers, as the papers'
-    algorithms do. The module therefore has no parameters and does not need DDP or FSDP.
+    Each training call also updates a learned temperature and the method's networks with separate optimizers, as the
+    papers' algorithms do. The module therefore has no parameters and does not need DDP or FSDP.
 
     Each call in training mode is one step. Under `eval()` or `torch.no_grad()`, the loss does not update any state, and
     `index` may be None. To send features while the towers still run, use `begin`.
@@ -78,14 +80,16 @@ class ContrastiveLoss(nn.Module):
         print(loss_fn.metrics["batch_loss"], loss_fn.temperature)
 
     Attributes:
-        lr: current learning rate of the encoders; the temperature's learning rate follows it by default. Set `lr` after
-            each scheduler step: `loss_fn.lr = scheduler.get_last_lr()[0]`.
+        lr: current learning rate of the encoders. The temperature's learning rate follows it with
+            `temperature.schedule=encoder`, and that of the prototypes with `npn.order=joint`. Set `lr` after each
+            scheduler step: `loss_fn.lr = scheduler.get_last_lr()[0]`.
         scaler: the training loop's `torch.amp.GradScaler`, if any. With a scaler, the loss reverts the state updates of
             a call whose step the scaler skipped, and accepts features that are not finite.
         validates: whether calls check their arguments.
         function: the function of the gathered features that the method defines, with the method's state.
         metric_tensors: 0-dim metrics of the last call, by name, on the features' device.
-        feature_gradient_norm: 0-dim norm of the last call's gradient with respect to the features of all ranks.
+        feature_gradient_norm: 0-dim norm of the last call's gradient with respect to the features of all ranks; None
+            before the first call.
     """
 
     def __init__(
@@ -117,8 +121,8 @@ class ContrastiveLoss(nn.Module):
             method: name of a loss, such as `fastclip_v3`, by default `openclip`; or the options of one, as in a run's
                 config; or a function that builds a loss that is not in the package (`neuclip_ds.losses.autograd_loss`).
             dim: width d of the features.
-            samples: size n of the training set, required by methods that keep statistics per sample and by
-                `temperature={"rule": "learned"}`.
+            samples: size n of the training set, required by methods that keep statistics per sample, by
+                `neuclip_queue` and by `temperature={"rule": "learned"}`.
             epochs: length of the run in epochs, for schedules.
             steps_per_epoch: training calls per epoch, required by methods whose schedules depend on the epoch or on the
                 progress of the run.
@@ -131,19 +135,22 @@ class ContrastiveLoss(nn.Module):
             communicator: `Communicator` between the global batch's ranks, for a caller that counts its traffic; it
                 replaces `group` and `device`.
             scaler: see the `scaler` attribute.
-            undo: whether `undo()` can revert the last training call, which costs a copy of the replicated state; it
-                always can with a `scaler`.
+            undo: whether `undo()` can revert the last training call, which costs a copy of the state other than the
+                statistics per sample; it always can with a `scaler`.
             validate: whether to check the arguments of each call on all ranks, except for calls with `pending`. This
                 costs one small collective and, on a GPU, one host synchronization. Without validation, all ranks must
                 pass the same number of rows.
-            device: device of the state until the first call moves the state to the features' device.
+            device: device of the state, until a call without `pending` moves the state to the features' device. If you
+                use `begin`, pass the features' device.
             dtype: dtype of similarities, losses and state, until a call without `pending` changes it: to float64 for
                 features in float64, and to float32 for other features.
-            spare_row: whether each table of statistics has an extra row, which calls without `index` use.
-            encoder_temperature: tau at step 0 if the options do not set it. For encoders from a pretrained checkpoint,
-                pass the checkpoint's temperature.
-            encoder_bias: SigLIP's bias at step 0 if the options do not set it. For encoders from a pretrained
-                checkpoint, pass the checkpoint's bias.
+            spare_row: whether each table of statistics has an extra row, which calls without `index` use. If it is
+                False, pass `index` in every call.
+            encoder_temperature: tau at step 0 if neither the options nor the method's defaults set it. Of the package's
+                methods, only `gcl` and `tuneclip` have no default. For encoders from a pretrained checkpoint, pass the
+                checkpoint's temperature as the option `temperature={"initial": tau}`.
+            encoder_bias: SigLIP's bias at step 0 if the option `bias` under `siglip` is None; its default is -10. For
+                encoders from a pretrained checkpoint, pass the checkpoint's bias as `siglip={"bias": bias}`.
             options: options of the method, as under `objective:` in a recipe, such as `temperature={"rho": 6.5}` or
                 `npn={"lr": 0.05}`.
 
@@ -152,6 +159,7 @@ class ContrastiveLoss(nn.Module):
         """
         super().__init__()
         self._config, self._builder = _config_and_builder(method, options)
+        self._name = "The loss" if callable(method) else self._config.method  # in messages
         self._require_valid(dim, samples, lr, steps_per_epoch, epochs, reduction)
         self._dim = dim
         self._samples = samples
@@ -180,8 +188,9 @@ class ContrastiveLoss(nn.Module):
             if self._announces(stored_name):
                 self._require_usable(stored_name)
         if self.function.needs_index and not samples:
-            name = self._config.method
-            raise UserError(f"{name} keeps state of each sample: pass the size of the training set as samples=...")
+            raise UserError(
+                f"{self._name} keeps state of each sample: pass the size of the training set as samples=..."
+            )
 
     @property
     def config(self) -> ObjectiveConfig:
@@ -203,12 +212,12 @@ class ContrastiveLoss(nn.Module):
         reference: StoredRows | None = None,
         teacher: Teachers | None = None,
     ) -> PendingBatch:
-        """Begin a training step before the towers run: send the indices of this rank's samples to the other ranks.
+        """Begin a step before the towers run: send the indices of this rank's samples to the other ranks.
 
         The stored features of a reference model and of teachers are sent as well.
 
-        In a step, ranks communicate only in this method, in the methods of the batch that it returns, and in the call
-        of the loss.
+        In a step, the loss communicates only in this method, in the methods of the batch that it returns, and in the
+        call of the loss.
 
         Args:
             index: (b,) positions of the samples in the training set, in [0, samples), in host memory; b must be equal
@@ -290,18 +299,20 @@ class ContrastiveLoss(nn.Module):
         Args:
             image_features: (b, d) normalized rows of any floating dtype; b may differ between ranks.
             text_features: (b, d) normalized rows.
-            index: (b,) positions of the samples in the training set, in [0, samples), needed by methods that keep
-                statistics per sample. If an index is repeated, the statistics of its last row are stored. Keep `index`
-                in host memory; otherwise, the host has to wait for a copy from the GPU.
+            index: (b,) positions of the samples in the training set, in [0, samples), needed in training by methods
+                that keep statistics per sample and by `neuclip_queue`. If an index is repeated, the statistics of its
+                last row are stored. Keep `index` in host memory; otherwise, the host has to wait for a copy from the
+                GPU.
             valid: (b,) bool in host memory, False for rows to ignore; None if all rows are valid.
-            pending: the batch that `begin` returned, after its features have been added; replaces `index` and `valid`.
+            pending: the batch that `begin` returned, after its features have been added. With `pending`, pass all other
+                optional arguments to `begin`, not to this call.
             position: position in the training run; by default, the loss counts its own training calls.
             reference: image and text features of the samples from a reference model, two normalized (b, D) tensors on
                 any device. Their similarities are subtracted from the similarities of `image_features` and
                 `text_features` (DRRho-CLIP).
             teacher: image and text features of the samples from a teacher, in the same form, or a list with such a pair
-                for each teacher. The features learn the teachers' softmax over the batch; the options are under
-                `objective.distill`. Stored features receive no gradient.
+                for each teacher. The loss also trains the features' softmax over the batch to match the teachers'; the
+                options are under `objective.distill`. Stored features receive no gradient.
 
         Raises:
             ValueError: with `validate=True`, on all ranks, if any rank's arguments are invalid, or ranks differ in
@@ -309,9 +320,9 @@ class ContrastiveLoss(nn.Module):
             UserError: fewer than two rows of the global batch are valid, the method cannot use a reference model or a
                 teacher, or the options require one of them and the call lacks its features.
             RuntimeError: activation checkpointing repeats the call, which would update the loss's state twice;
-                `pending` is not the batch of the last `begin`, or its features are incomplete; or `begin` was called in
-                a different mode, for a different number of rows, in float32 for features in float64, or without an
-                argument that this call passes in addition to `pending`.
+                `pending` is not the batch of the last `begin`, its features are incomplete, or another optional
+                argument is passed with it; or `begin` was called in a different mode, for a different number of rows,
+                or in float32 for features in float64.
         """
         if pending is not self._pending:
             raise RuntimeError(
@@ -366,8 +377,8 @@ class ContrastiveLoss(nn.Module):
         if training and not loss.requires_grad and not self._warned:
             self._warned = True
             log.warning(
-                "The loss learns from features that need no gradient. If this is an evaluation, call eval() or use "
-                "torch.no_grad(); if it is training, do not detach the features."
+                "A training call updated the loss, but the features require no gradient. For an evaluation, call "
+                "eval() or use torch.no_grad(); for training, do not detach the features."
             )
         return loss
 
@@ -378,7 +389,10 @@ class ContrastiveLoss(nn.Module):
         `RuntimeError` if the loss was built with neither `undo=True` nor a `scaler`, or if there is no call to revert.
         """
         if self._undo is None:
-            raise RuntimeError("undo() needs ContrastiveLoss(..., undo=True), and reverts the last training call once.")
+            raise RuntimeError(
+                "There is no training call to revert: build ContrastiveLoss with undo=True or a scaler, and call "
+                "undo() only once after a training call."
+            )
         self._undo.restore()
         self._undo = None
 
@@ -389,7 +403,11 @@ class ContrastiveLoss(nn.Module):
 
     @property
     def temperature(self) -> float:
-        """Current temperature tau; with individual temperatures, their mean over the last batch."""
+        """Current temperature tau; with individual temperatures, their mean over the last batch.
+
+        Before the first batch, individual temperatures have their initial value. The value has no meaning for a custom
+        loss that has no temperature.
+        """
         tau = trained_temperature(self.function.replicated_state())
         if tau is not None:
             return float(tau)
@@ -406,9 +424,9 @@ class ContrastiveLoss(nn.Module):
     ) -> Tensor:
         """Return the method's current estimates of log g for the anchors of a batch, without changing any state.
 
-        g_i is the mean of exp((s_ij - s_ii)/tau) over the training set's other samples j; OpenCLIP estimates g_i from
-        the batch alone. The similarities of a reference are subtracted from s_ij and s_ii. All ranks must call this
-        method, with the same number of rows. Arguments are as in `forward`.
+        g_i is the mean of exp((s_ij - s_ii)/tau) over the training set's other samples j; TuneCLIP applies its hinge to
+        s_ij - s_ii. OpenCLIP estimates g_i from the batch alone. The similarities of a reference are subtracted from
+        s_ij and s_ii. All ranks must call this method, with the same number of rows. Arguments are as in `forward`.
 
         Returns:
             (2, b) estimates for images and texts, -inf where the method has no estimate yet.
@@ -440,7 +458,7 @@ class ContrastiveLoss(nn.Module):
         """
         function = self.whole_function
         if not isinstance(function, GlobalContrastiveLoss):
-            raise UserError(f"{self._config.method} estimates no normalizers: use another method.")
+            raise UserError(f"{self._name} estimates no normalizers: use another method.")
         self._require_announced(REFERENCE, reference is not None)
         self._undo_if_scaler_skipped()
         if valid is None:
@@ -460,7 +478,9 @@ class ContrastiveLoss(nn.Module):
 
         Args:
             model: the encoders, plain or wrapped in DDP or FSDP2. Gradients are reduced over ranks in the last
-                micro-batch only, and running statistics of batch normalization change in the second pass only.
+                micro-batch only (with DDP's static graph, in each one), and running statistics of batch normalization
+                change in the second pass only. If you omit the model, gradients are reduced in each micro-batch, and
+                both passes change these statistics.
             scale: factor by which all gradients are multiplied, or the `GradScaler` that provides it; by default, the
                 loss's `scaler`, if it has one. Pass the scaler rather than the result of its `get_scale()`, which does
                 not initialize the scaler.
@@ -537,7 +557,8 @@ class ContrastiveLoss(nn.Module):
         folder = Path(folder)
         if not (folder / INDEX).is_file():
             raise UserError(
-                f"{folder} does not contain a saved loss: {INDEX} is missing; pass the folder given to save()."
+                f"{folder} does not contain a completely saved loss: {INDEX} is missing. Pass a folder in which save() "
+                "has finished."
             )
         files = ShardFiles(folder)
         self._prepare_to_load(files.metadata, str(folder))
@@ -565,7 +586,8 @@ class ContrastiveLoss(nn.Module):
         if (state["rank"], state["world_size"]) != (ranks.rank, ranks.world_size):
             raise UserError(
                 f"The state_dict is from rank {state['rank']} of {state['world_size']}, but this is rank {ranks.rank} "
-                f"of {ranks.world_size}. Use save() and load() for a different world size."
+                f"of {ranks.world_size}. Load on each rank the state_dict that it saved, or use save() and load(), "
+                "which allow a different world size."
             )
         _fill(self.function, state)
 
@@ -588,7 +610,8 @@ class ContrastiveLoss(nn.Module):
             raise UserError(f"epochs={epochs} must be above 0.")
         if self._config.needs_epochs and steps_per_epoch is None:
             raise UserError(
-                f"Schedules of method {self._config.method} follow epochs: pass epochs and steps_per_epoch."
+                f"Schedules of {self._config.method} depend on the epoch or on the progress of the run: pass epochs "
+                "and steps_per_epoch."
             )
 
     def _build(self, communicator: Communicator, dtype: torch.dtype) -> None:
@@ -608,7 +631,7 @@ class ContrastiveLoss(nn.Module):
         self.function: LossFunction = build_function(self._builder, self._config, context)
 
     def _begin(self, index: Tensor, valid: Tensor, training: bool, position: Position | None) -> PendingBatch:
-        """Send the indices of a batch; if `training`, prepare to revert the updates to the state."""
+        """Send the indices of a batch; if `training`, and if `undo` is enabled, prepare to revert the state updates."""
         self._undo_if_scaler_skipped()
         if training:
             self._undo = None
@@ -679,7 +702,7 @@ class ContrastiveLoss(nn.Module):
         if is_given:
             self._require_usable(name)
         elif self._announces(name):
-            raise UserError(f"{_OPTIONS[name]} is set, but a batch lacks its features: pass {name}=(image, text).")
+            raise UserError(f"{_OPTIONS[name]} is set, but a batch lacks the stored features: pass {_FORMS[name]}.")
 
     def _announces(self, name: str) -> bool:
         """Return whether the options require these stored features in every batch."""
@@ -691,8 +714,8 @@ class ContrastiveLoss(nn.Module):
         """Raise `UserError` if the loss cannot use these stored features."""
         if name not in self.function.uses_stored:
             if self._config.prefixes:
-                raise UserError(f"objective.prefixes cannot be combined with {_OPTIONS[name]}: remove one of them.")
-            raise UserError(f"{self._config.method} cannot use {_OPTIONS[name]}: {_REASONS[name]}")
+                raise UserError(f"The option prefixes cannot be combined with {_USES[name]}: omit one of them.")
+            raise UserError(f"{self._name} cannot use {_USES[name]}: {_FIXES[name]}")
 
     def _problem_with(
         self, image: Tensor, text: Tensor, index: Tensor | None, valid: Tensor | None, training: bool
@@ -704,7 +727,7 @@ class ContrastiveLoss(nn.Module):
         if problem is None:
             problem = problem_with_norms(image, text, valid, not_finite=self.scaler is not None)
         if problem is None and index is None and training and self.function.needs_index:
-            problem = f"index is missing: {self._config.method} keeps state of each sample, so pass index."
+            problem = f"{self._name} keeps state of each sample: pass index."
         return problem
 
     def _pending_batch(
@@ -743,7 +766,7 @@ class ContrastiveLoss(nn.Module):
         return Position(step=step, epoch=step // length, progress=progress, lr=self.lr, peak_lr=self._peak_lr)
 
     def _move(self, device: torch.device, dtype: torch.dtype, keep: bool) -> None:
-        """Rebuild the loss if the device, dtype, rank or world size has changed; if `keep`, preserve the state."""
+        """Rebuild the loss if the device, dtype, rank or world size has changed; if `keep`, preserve trained state."""
         before = self._communicator
         ranks = self._given_communicator
         if ranks is None:
@@ -832,7 +855,10 @@ def _validated(options: dict[str, Any], name: str) -> ObjectiveConfig:
         for problem in error.errors():
             option = ".".join(str(part) for part in problem["loc"])
             message = problem["msg"].removeprefix("Value error, ")
-            problems.append(f"{option}: {message}" if option else message)
+            if problem["type"] == "extra_forbidden":
+                problems.append(f"unknown option {option}")
+            else:
+                problems.append(f"{option}: {message}" if option else message)
         raise UserError(f"The options of {name} are wrong: {'; '.join(problems)}") from error
 
 

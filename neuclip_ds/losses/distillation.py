@@ -1,4 +1,4 @@
-"""Contrastive distillation: the student's softmax over a batch learns the softmax of one or more teachers.
+"""Contrastive distillation: train the student's softmax over a batch to match that of one or more teachers.
 
 This is open_clip's `DistillClipLoss`. The softmaxes of T teachers are averaged, as in MobileCLIP (Vasu et al. 2024):
 
@@ -121,7 +121,7 @@ def distill(batch: GatheredFeatures, tau: Tensor, config: DistillConfig, columns
 
 
 def combined(config: DistillConfig, contrastive: Tensor, distillation: Tensor) -> Tensor:
-    """Return the weighted sum of the method's loss and the distillation, or of their derivatives by one variable."""
+    """Return the weighted sum of the method's loss and the distillation, or of their derivatives."""
     return config.contrastive_weight * contrastive + config.weight * distillation
 
 

@@ -8,10 +8,10 @@ sample i:
 u_i is initialized to g_i. The functions below build the methods, and their docstrings give the losses. The methods
 differ in the temperature and in the schedule of gamma; the options are in fastclip_options.py.
 
-With `reference=released_code`, the methods follow FastCLIP's code where it differs from the paper: losses with a
-constant or individual temperature have no leading tau. The code's loss is the sum of two halves. Both halves have the
-gradient with respect to a global tau, but each half has only one part of the features' gradient. The data term of tau's
-gradient therefore counts twice relative to the features' gradient.
+With `reference=released_code`, the methods follow FastCLIP's code in three respects. Losses with a constant or
+individual temperature have no leading tau. Individual temperatures use a modified Adam (`IndividualTemperature`). The
+data term of a learned global tau's gradient counts twice relative to the features' gradient, because the code's loss is
+the sum of two halves: both have the gradient with respect to tau, but each has only one part of the features' gradient.
 """
 
 import math
@@ -201,8 +201,9 @@ class IndividualTemperature(Temperature):
 
         G_i = log(eps + u_i) + rho - mean logit of anchor i     (without the factor 1/n: Adam is scale-invariant)
 
-    The released code differs from textbook Adam. It clamps G to [-5, 5], uses the epoch instead of the number of visits
-    for bias correction, and sets beta_1 = beta_2 = 0 in epoch 0, so that the first step follows the sign of G.
+    With `reference=released_code`, Adam differs from the textbook, as in FastCLIP's code: G is clamped to [-5, 5], bias
+    correction uses the epoch instead of the number of visits, and beta_1 = beta_2 = 0 in epoch 0, so that each step in
+    this epoch follows the sign of G.
     """
 
     needs_index = True

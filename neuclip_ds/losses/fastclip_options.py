@@ -14,14 +14,14 @@ class MovingAverageConfig(Section):
     gamma: Literal["cosine", "constant"] = "cosine"
     """Schedule of gamma: FastCLIP's cosine, or SogCLR's constant gamma_min. Gamma is 1 when a sample is first seen."""
     gamma_min: float = Field(0.2, gt=0, le=1)
-    """Weight of the current batch's estimate at the end of the schedule."""
+    """Weight of the current batch's estimate: at the end of the cosine, or in every epoch with gamma=constant."""
     gamma_epochs: float = Field(18, ge=0)
     """Number of epochs E over which gamma falls from 1 to gamma_min along a cosine; gamma changes once per epoch."""
 
 
 SECTIONS = ("moving_average", "epoch_steps")
 
-# SogCLR and iSogCLR as tuned in FastCLIP's study of gamma, which also gives their initial temperature of 0.03
+# SogCLR and iSogCLR as tuned on CC3M in FastCLIP's study of gamma, which also gives their initial temperature of 0.03
 _TUNED_GAMMA = {"gamma": "constant", "gamma_min": 0.6}
 
 METHODS = {

@@ -4,7 +4,8 @@ All methods but SigLIP share the feature gradient of
 
     L = scale/B sum_i [ w1_i g1_i + w2_i g2_i ],   g1_i = 1/(B-1) sum_{j != i} exp(l(s_ij - s_ii)/tau),   g2_i with s_ji
 
-with w and the scale held constant (pairs.py). The methods differ in the estimator of the normalizers, whose inverses
+with w and the scale held constant (pairs.py); an estimator may add another term to this gradient
+(`NormalizerOutput.feature_grad`). The methods differ in the estimator of the normalizers, whose inverses
 are the weights w_i, in the rule for tau, in the scale and in the pair loss l. Each estimator is in the file of its
 paper.
 
@@ -19,7 +20,7 @@ predicted. They differ in eps and in the scale of the loss (`GlobalTemperatureRu
     L = 1/2 1/n sum_i [ log(eps + g1_i) + log(eps + g2_i) ] + log(n-1)
 
 so L is OpenCLIP's cross-entropy with the dataset as the batch. The positive's term keeps L bounded below as tau
-decreases, so log(1/tau) can follow the gradient of L, as in OpenCLIP. With NeuCLIP's alpha_i,
+decreases, so log(1/tau) can follow the gradient of L, as in OpenCLIP. With NeuCLIP's alpha_i and r_i (neuclip.py),
 
     dL/dlog(1/tau) = 1/2 1/B sum_i [ mean logit_i - r_i tau dalpha_i/dtau ]         (both directions)
 
@@ -131,7 +132,7 @@ class GlobalContrastiveLoss(LossFunction):
     """Contrastive loss that computes a batch's feature gradient and updates the estimator and the temperature.
 
     Args:
-        config: the options that all methods share.
+        config: the options of the loss.
         context: sizes and settings of the run.
         estimator: estimator of the normalizers.
         temperature: the temperature and its update rule.
@@ -312,7 +313,7 @@ class GlobalTemperatureRule:
         if config.temperature.rule == "learned":
             if not context.samples:
                 raise UserError(
-                    "objective.temperature.rule=learned sets eps to 1/(n-1), where n is the number of training "
+                    "temperature.rule=learned sets eps to 1/(n-1), where n is the number of training "
                     "samples, which is unknown: pass samples=n to ContrastiveLoss, or use rule=robust."
                 )
             others = max(1, context.samples - 1)

@@ -1,4 +1,4 @@
-"""The description of a method: the function that builds it, the options that it reads, and its published settings."""
+"""The description of a method: the function that builds it, the options that it reads, and its default options."""
 
 from __future__ import annotations
 
@@ -28,9 +28,12 @@ class Method:
     sections: tuple[str, ...] = ()
     """Sections and options under `objective` that this method reads but some other methods do not."""
     defaults: Options = field(default_factory=dict)
-    """Published settings that differ from the defaults of the sections."""
+    """This method's default options, where they differ from the defaults of the sections."""
+    state_options: tuple[str, ...] = ()
+    """Dotted options under `objective` on which the tensors of the loss's state, or their shapes, depend. A resumed run
+    must keep them."""
     estimates_normalizers: bool = True
-    """Whether the method estimates the normalizers; SigLIP's loss has none."""
+    """Whether the method is known to estimate normalizers: not SigLIP, which has none, and no registered loss."""
     has_temperature_rule: bool = False
     """Whether the method reads `objective.temperature.rule`."""
     has_individual_temperatures: bool = False

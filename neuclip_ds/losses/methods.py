@@ -47,7 +47,7 @@ def method_sections() -> list[str]:
 
 
 def reads_option(method: Method, option: str) -> bool:
-    """Return whether a method reads a dotted option, such as `objective.npn.lr`."""
+    """Return whether a method reads a dotted option, such as `objective.npn.lr`; true outside `objective`."""
     parts = option.split(".")
     if parts[0] != "objective":
         return True
@@ -55,7 +55,7 @@ def reads_option(method: Method, option: str) -> bool:
 
 
 def find_method(name: str) -> Method:
-    """Return the method with this name, or raise a `UserError` that suggests the nearest name."""
+    """Return the method with this name; if there is none, raise a `UserError` that lists all names."""
     if isinstance(name, str) and name in METHODS:
         return METHODS[name]
     shown = " ".join(str(name).split())[:80]
@@ -63,7 +63,8 @@ def find_method(name: str) -> Method:
     hint = f"did you mean {nearest[0]}?" if nearest else "choose one."
     raise UserError(
         f"objective.method={shown} is unknown; the methods are {', '.join(METHODS)}; {hint} If a plugin registers this "
-        "loss, add --plugin=MODULE (the name of a module, or the path of a .py file)."
+        "loss, add --plugin=MODULE (the name of a module, or the path of a .py file) or, in Python, import the plugin "
+        "first."
     )
 
 

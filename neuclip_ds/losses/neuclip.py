@@ -17,7 +17,7 @@ As a function of alpha_i, J has its minimum at alpha_i = log(eps + g_i), where t
     r_i  = 1 - (eps + g_i) / (eps + ghat_i) = 1 - exp(log(eps + g_i) - alpha_i)
     p_ik = exp(z_ik) / (m (eps + ghat_i))                                                   `_log_mass`
 
-the derivatives of J, with e_i the anchor and t_i the anchor's partner, are
+the derivatives of J, with e_i the anchor and t_i the anchor's partner, are (dJ/de_i: the part from anchor i)
 
     dJ/dW_k   = 1/(B |W_k|) sum_i r_i p_ik (e_i - cos(e_i, W_k) W_k/|W_k|)                  `_update`
     dJ/de_i   = tau/B [ exp(-alpha_i) dg_i/de_i + r_i dalpha_i/de_i ]                       first term: pairs.py
@@ -52,7 +52,7 @@ without repelling it, because a prototype is not an anchor, and a gradient for t
 away from the prototypes. With v_i = kappa exp(alpha_i - alpha'_i)/(1 + kappa),
 
     w_i = exp(-alpha'_i)/(1 + kappa),   h_i = v_i/(B tau) sum_k p_ik (W_k/|W_k| - t_i)
-    grad_{e_i} += h_i - mean_j h_j                                                               `_pooled_output`
+    grad_{e_i} += tau (h_i - mean_j h_j)                                                         `_pooled_output`
 
 The weight of the batch's negatives, w_i (eps + g_i), is then at most 1, however wrong the prediction is.
 
@@ -270,10 +270,11 @@ class NpnEstimator(NetworkEstimator):
         )
 
     def _redraw_if_due(self, position: Position) -> None:
-        """Every T_r steps or samples, or once in Algorithm 3, set W1 to the queue's texts and W2 to the queue's images.
+        """Set W1 to the queue's texts and W2 to the queue's images every T_r steps or samples.
 
-        The samples come from this batch if it has at least m pairs (Algorithm 1, line 4). With B = m, each anchor's
-        partner is then among the prototypes. If the batch is smaller, the samples are the last m before this batch.
+        If T_r is 0, and in Algorithm 3, this happens only once. The samples come from this batch if it has at least m
+        pairs (Algorithm 1, line 4). With B = m, each anchor's partner is then among the prototypes. If the batch is
+        smaller, the samples are the last m before this batch.
         """
         if self._seen < self._config.prototypes:
             return

@@ -44,7 +44,7 @@ class NpnConfig(Section):
     replicas: int | None = Field(None, ge=1)
     """Maximum number of ranks that store and fit the same prototypes: by default 4, or 8 on 64 or more ranks. The run
     uses the largest divisor of the world size up to this number. With more replicas, alpha_grad=full sends less and
-    each rank computes more."""
+    each rank computes more; other values of alpha_grad use one replica."""
     order: Literal["alternating", "joint"] = "alternating"
     """Order of the updates: `alternating` updates the network, and then the encoders with the new prediction (Algorithm
     1); `joint` updates both from the old prediction, and the network takes one AdamW step at the encoders' lr, without
@@ -97,6 +97,7 @@ METHODS = {
     "neuclip": Method(
         builder="neuclip.neuclip",
         sections=("npn",),
+        state_options=("npn.network", "npn.order", "npn.optimizer", "npn.prototypes"),
         defaults={"temperature": {"initial": 0.07, "rule": "robust"}},
         has_temperature_rule=True,
         refuses_reference=True,

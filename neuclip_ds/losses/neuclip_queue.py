@@ -146,8 +146,9 @@ class PooledQueueEstimator(NormalizerEstimator):
             return log_ghat, entry_means
         if anchors.shape[2] != self._images.shape[1]:
             raise UserError(
-                f"The queue's entries have {self._images.shape[1]} columns, but the batch's features, with those of a "
-                f"reference model, have {anchors.shape[2]} columns: use the same reference model in all steps of a run."
+                f"The queue's entries have {self._images.shape[1]} columns, but this batch has {anchors.shape[2]} "
+                "(including the features of a reference model, if it has any): pass features of the same reference "
+                "model in every call, or in none."
             )
         # entries from an anchor's own sample are masked; the other entries number m_i
         owners, copies = self._copies(batch, count)

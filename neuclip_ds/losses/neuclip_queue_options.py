@@ -19,6 +19,7 @@ METHODS = {
     "neuclip_queue": Method(
         builder="neuclip_queue.neuclip_queue",
         sections=("queue",),
+        state_options=("queue.size",),
         defaults={"temperature": {"initial": 0.07, "rule": "learned"}},
         has_temperature_rule=True,
     ),

@@ -29,7 +29,8 @@ PREFIX = "prefix"
 
 class TemperatureConfig(Section):
     initial: float | None = Field(None, gt=0)
-    """Temperature tau at step 0. By default, the pretrained checkpoint's tau, else the method's default."""
+    """Temperature tau at step 0. By default, the tau of `model.pretrained` or, without it, the method's default.
+    Required if the pretrained checkpoint has no tau."""
     minimum: float = Field(0.01, gt=0)
     """Lower bound of tau; 0.01 is CLIP's clamp of 1/tau at 100."""
     maximum: float = Field(1.0, gt=0)
@@ -41,7 +42,8 @@ class TemperatureConfig(Section):
     """Variable that the optimizer of a global temperature updates: log(1/tau), as in all released code, or tau itself
     (FastCLIP Procedure 5). With individual temperatures it is always tau."""
     lr: float | None = Field(None, ge=0)
-    """Peak learning rate of the temperature. By default, the encoders' peak learning rate, `optimizer.lr`."""
+    """Peak learning rate of the temperature and of SigLIP's bias; 0 keeps both constant. By default, the encoders' peak
+    learning rate, `optimizer.lr`, or 0.01 for isogclr."""
     rule: Literal["robust", "learned"] | None = None
     """How neuclip and neuclip_queue learn tau. `robust` uses rho (NeuCLIP eq. 12) and is neuclip's default. `learned`
     works as in OpenCLIP, with eps = 1/(n-1) and without rho, and is neuclip_queue's default."""
@@ -54,10 +56,12 @@ class TemperatureConfig(Section):
 
     @model_validator(mode="after")
     def _bounds_hold_initial(self) -> TemperatureConfig:
+        if self.minimum > self.maximum:
+            raise ValueError(f"minimum={self.minimum} is above maximum={self.maximum}; change one of them")
         if self.initial is not None and not self.minimum <= self.initial <= self.maximum:
             raise ValueError(
                 f"initial={self.initial} is outside [minimum={self.minimum}, maximum={self.maximum}]; change initial "
-                "or that bound"
+                "or a bound"
             )
         return self
 
@@ -127,7 +131,7 @@ class ObjectiveConfig(Section):
     training (DRRho-CLIP)."""
     prefixes: dict[Annotated[int, Field(ge=1)], Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Lengths of prefixes of the embedding that are trained as embeddings too (Matryoshka), and the weight of each
-    prefix's loss, such as {64: 1, 128: 1}. The loss of the whole embedding has weight 1."""
+    prefix's loss, such as {"64": 1, "128": 1}. The loss of the whole embedding has weight 1."""
     temperature: TemperatureConfig = Field(default_factory=TemperatureConfig)
     distill: DistillConfig = Field(default_factory=DistillConfig)
     siglip: SiglipConfig = Field(default_factory=SiglipConfig)
@@ -154,9 +158,15 @@ class ObjectiveConfig(Section):
             readers = [other for other, row in METHODS.items() if row.has_temperature_rule]
             raise UserError(_unread_message(name, option, readers))
         if tree.get("reference_model") is not None and method.refuses_reference:
-            readers = [other for other, row in METHODS.items() if not row.refuses_reference]
+            # a registered loss may refuse a reference when it is built
+            readers = [
+                other for other, row in METHODS.items() if not row.refuses_reference and isinstance(row.builder, str)
+            ]
             reason = f" The loss of {name} does not support a reference model."
             raise UserError(_unread_message(name, "objective.reference_model", readers, reason))
+        if isinstance(temperature, dict) and "rule" in temperature and temperature["rule"] is None:
+            # null, as in the saved config of a method without rules, is the method's default
+            tree = {**tree, "temperature": {key: value for key, value in temperature.items() if key != "rule"}}
         return merge(method.defaults, tree)
 
     @model_serializer(mode="wrap")

@@ -1,6 +1,6 @@
 """Pairs of a batch: blocks of similarities, and the closed-form gradient of a weighted sum over pairs.
 
-All contrastive losses share the feature gradient of
+All methods but SigLIP share the feature gradient of
 
     L = 1/B sum_i [ W1_i g1_i + W2_i g2_i ],   g1_i = 1/(B-1) sum_{j != i} exp(l(s_ij - s_ii) / tau1_i),
                                                g2_i = 1/(B-1) sum_{j != i} exp(l(s_ji - s_ii) / tau2_i)
@@ -93,7 +93,7 @@ def slices(start: int, stop: int, size: int) -> list[slice]:
 
 
 class PairLoss:
-    """Pair loss l(x) of x = s_ij - s_ii: here the identity, as in every method except `tuneclip`.
+    """Pair loss l(x) of x = s_ij - s_ii: here the identity, as in every method but `tuneclip`. SigLIP has no pair loss.
 
     Attributes:
         margin, power: constants m and p of the equation (x + m) l'(x) = p l(x); 0 and 1 for the identity.
@@ -586,7 +586,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             log.warning(
                 "The loss runs uncompiled, and therefore slower, because torch.compile fails: %s",
-                str(error).partition("\n")[0],
+                " ".join(str(error).strip().splitlines()[:2]),  # the first may name only the compiler's backend
             )
             current = function
             return call(*arguments)

@@ -30,8 +30,9 @@ def register_loss(name: str, builder: LossBuilder, options: type[Section] | None
         options: subclass of `neuclip_ds.Section` with the loss's options; the builder reads them as `config.NAME`.
 
     Raises:
-        UserError: the name is not a usable Python identifier or already belongs to a method or an option, the builder
-            cannot be called, or `options` is not a subclass of `Section` or contains an option without a valid default.
+        UserError: the name is not a usable Python identifier, or already belongs to a method of the package or an
+            option; the builder cannot be called; or `options` is not a subclass of `Section` or contains an option
+            without a valid default.
 
     Example:
         import neuclip_ds
@@ -51,7 +52,7 @@ def register_loss(name: str, builder: LossBuilder, options: type[Section] | None
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
         raise UserError(
             f"register_loss: {name!r} cannot name a loss; use letters, digits and _, begin with a letter, and "
-            "use no keyword of Python."
+            "do not use a Python keyword."
         )
     is_registered = name in METHODS and not isinstance(METHODS[name].builder, str)
     is_attribute = name in ObjectiveConfig.model_fields or hasattr(ObjectiveConfig, name)
@@ -64,9 +65,9 @@ def register_loss(name: str, builder: LossBuilder, options: type[Section] | None
     try:
         options()
     except ValidationError as error:
-        invalid = ", ".join(str(problem["loc"][0]) for problem in error.errors())
+        problems = [f"{'.'.join(map(str, problem['loc'])) or name}: {problem['msg']}" for problem in error.errors()]
         raise UserError(
-            f"register_loss: every option of {name} needs a valid default; give one to {invalid}."
+            f"register_loss: every option of {name} needs a valid default ({'; '.join(problems)})."
         ) from error
     REGISTERED_OPTIONS[name] = options
     METHODS[name] = Method(builder=builder, sections=(name,), estimates_normalizers=False)

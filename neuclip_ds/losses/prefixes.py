@@ -44,8 +44,8 @@ def build_function(build: LossBuilder, config: ObjectiveConfig, context: LossCon
     for length in config.prefixes:
         if length >= context.dim:
             raise UserError(
-                f"objective.prefixes contains {length}, but the features have {context.dim} dimensions "
-                "(model.embed_dim): use shorter prefixes; the whole features are always trained, with weight 1."
+                f"objective.prefixes contains {length}, but the features have only {context.dim} dimensions: use "
+                "shorter prefixes; the whole features are always trained, with weight 1."
             )
         of_prefixes[length] = build(config, replace(context, dim=length))
     return PrefixedLoss(function, of_prefixes, config.prefixes, context)
@@ -80,7 +80,7 @@ class PrefixedLoss(LossFunction):
         super().__init__({**components, "": whole})
 
     def gathers(self, position: Position) -> bool:
-        return self.whole.gathers(position)  # which depends on the options and the position, and not on the width
+        return self.whole.gathers(position)  # the same for every width
 
     def __call__(self, batch: GatheredFeatures, position: Position, training: bool) -> LossOutput:
         output = self.whole(batch, position, training)

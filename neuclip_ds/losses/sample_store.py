@@ -2,8 +2,9 @@
 
 Reading f fields of each rank's samples takes one reduce-scatter of a (B, f) tensor; reading the whole batch takes one
 all-reduce. For both, each rank copies its local rows into a zero-filled buffer. Reads can overlap the encoders' forward
-pass. Writes need no communication, because all ranks have the values. The host never waits for the device: shapes do
-not depend on which rank stores a row, and tables in host memory are updated once the new values have arrived.
+pass. Writes need no communication, because all ranks have the values. The host does not wait for the device, because
+shapes do not depend on which rank stores a row; only the first access to a table in host memory after a write waits
+until the new values have arrived.
 """
 
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ class SampleStore:
     """Table of f floating-point fields for n samples; each of the K ranks stores 4 f ceil(n / K) bytes in float32.
 
     Args:
-        n: number of samples in the dataset; a global index is in [0, n).
+        n: number of rows: one for each sample of the dataset, and any spare rows; a global index is in [0, n).
         fields: name -> initial value (`-inf` for a logarithm that has no value yet).
         communicator: communicator between the ranks over which rows are partitioned.
         dtype: dtype of the rows.

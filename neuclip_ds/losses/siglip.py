@@ -23,12 +23,12 @@ from neuclip_ds.losses.temperature import LearnableTemperature
 
 
 def siglip(config: ObjectiveConfig, context: LossContext) -> "SigmoidLoss":
-    """Build SigLIP's loss; raise `UserError` if the bias at step 0 is unknown."""
+    """Build SigLIP's loss; raise `UserError` if the temperature or the bias at step 0 is unknown."""
     bias = context.bias if config.siglip.bias is None else config.siglip.bias
     if bias is None:
         raise UserError(
-            "The pretrained checkpoint has no logit_bias, which SigLIP's loss starts from; pass "
-            "--objective.siglip.bias (SigLIP starts from -10)."
+            "The pretrained checkpoint has no logit_bias, from which SigLIP's loss starts; set objective.siglip.bias "
+            "(SigLIP starts from -10)."
         )
     return SigmoidLoss(config, context, LearnableTemperature(config, context, bias=bias))
 
@@ -37,7 +37,7 @@ class SigmoidLoss(LossFunction):
     """SigLIP's loss: computes each batch's feature gradient, and updates the temperature and the bias.
 
     Args:
-        config: the options that all methods share.
+        config: the options of the loss.
         context: sizes and settings of the run.
         logit: the learned temperature and bias of the logits.
     """

@@ -8,7 +8,8 @@ from neuclip_ds.section import Section
 
 class SiglipConfig(Section):
     bias: float | None = None
-    """Learned bias of the logits at step 0. By default, the pretrained checkpoint's bias, else -10."""
+    """Learned bias of the logits at step 0. By default, the bias of `model.pretrained` or, without it, -10. Required if
+    the pretrained checkpoint has no bias."""
 
 
 METHODS = {

@@ -57,7 +57,7 @@ def minus_reference(features: StoredRows, reference: StoredRows) -> StoredRows:
 
 @dataclass(frozen=True, kw_only=True)
 class GatheredStored:
-    """Stored features of the B valid rows of all ranks; they are constants."""
+    """Features of the B valid rows of all ranks: stored features, or prefixes of the towers' features (prefixes.py)."""
 
     image: Tensor
     """(B, D) image features"""
@@ -86,10 +86,13 @@ class StoredBatch:
 
     @classmethod
     def concatenated(cls, batches: Sequence[StoredBatch]) -> StoredBatch:
-        """Return the rows of all micro-batches; raise `RuntimeError` if they come from different models."""
+        """Return the rows of all micro-batches; raise `RuntimeError` if the number or widths of the features differ."""
         widths = batches[0].widths()
         if any(batch.widths() != widths for batch in batches):
-            raise RuntimeError("accumulate(): pass the reference and the teachers of every micro-batch, or of none.")
+            raise RuntimeError(
+                "accumulate(): pass features of the same reference model and teachers with every micro-batch, or "
+                "with none."
+            )
         references = [batch.reference for batch in batches if batch.reference is not None]
         reference = _concatenated(references) if references else None
         teachers: list[StoredRows] = []

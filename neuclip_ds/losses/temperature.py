@@ -118,17 +118,16 @@ def initial_temperature(config: TemperatureConfig, context: LossContext, learned
     tau = context.temperature if config.initial is None else config.initial
     if tau is None:
         raise UserError(
-            "The pretrained checkpoint has no logit_scale, so its temperature is unknown; pass "
-            "--objective.temperature.initial (OpenAI's models use 0.01)."
+            "The pretrained checkpoint has no logit_scale, so its temperature is unknown; set "
+            "objective.temperature.initial (OpenAI's models use 0.01)."
         )
     if not learned:
         return tau
     bounded = min(max(tau, config.minimum), config.maximum)
     if not math.isclose(tau, bounded, rel_tol=1e-3):  # clamping 1/tau at 100 can give 0.0099999
         raise UserError(
-            f"The pretrained checkpoint's temperature {tau:.4g} is outside [minimum={config.minimum}, "
-            f"maximum={config.maximum}] of objective.temperature; change the bound, or set "
-            "objective.temperature.initial to a value within the bounds."
+            f"The initial temperature {tau:.4g} is outside [minimum={config.minimum}, maximum={config.maximum}] of "
+            "objective.temperature; change the bound, or set objective.temperature.initial to a value between them."
         )
     return bounded
 
@@ -304,7 +303,7 @@ def _optimizer(scalars: list[Parameter], name: str, context: LossContext) -> tor
 
 
 def trained_temperature(state: Mapping[str, Tensor]) -> Tensor | None:
-    """Return tau from a loss's replicated state, or None if each sample has its own temperature."""
+    """Return tau from a loss's replicated state, or None if it contains none, as with individual temperatures."""
     theta = state.get("temperature.theta", state.get("theta"))
     if theta is None:
         return state.get("temperature.tau", state.get("tau"))

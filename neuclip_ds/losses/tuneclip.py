@@ -1,4 +1,4 @@
-"""TuneCLIP's losses for fine-tuning a checkpoint (arXiv 2601.09859), with a hinge or without.
+"""TuneCLIP's losses for fine-tuning a checkpoint (arXiv 2601.09859), with or without a hinge.
 
 Training starts after `training/recovery.py` has recovered the optimizer's moments and u (OSR, TuneCLIP's first stage).
 u is the moving average of fastclip.py; the temperature keeps the checkpoint's value. A sum over negatives is divided by

@@ -32,7 +32,10 @@ def train_bpe(captions: Iterable[str], vocab_size: int, context_length: int) -> 
     nonempty_captions = (caption for caption in captions if caption.strip())
     first_caption = next(nonempty_captions, None)
     if first_caption is None:
-        raise UserError("No caption contains text to train a BPE on; check data.train, or set model.text.tokenizer.")
+        raise UserError(
+            "No caption contains text to train a BPE on; check data.train and data.captions, or set "
+            "model.text.tokenizer."
+        )
 
     # The text is normalized, split at spaces, encoded in bytes, and framed by BOS and EOS.
     backend = Tokenizer(models.BPE())

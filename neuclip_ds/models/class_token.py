@@ -53,8 +53,8 @@ def compute_class_token_only(tower: nn.Module, option: Literal["auto"] | bool) -
             return
     if option is True:
         raise UserError(
-            "model.vision.class_token_only=true has no effect: the image tower is not a vision transformer of timm, "
-            "transformers or open_clip that pools at the class token. Omit this option."
+            "model.vision.class_token_only=true has no effect: the image tower is not a standard vision transformer of "
+            "timm, transformers or open_clip that pools at the class token. Omit this option."
         )
 
 

@@ -124,5 +124,5 @@ def compile_towers(model: DualEncoder, compilation: Compilation) -> None:
 def _blocks(tower: nn.Module, name: str) -> list[nn.Module]:
     names = list(block_names(tower))
     if not names:
-        raise UserError(f"The {name} tower has no list of blocks to compile; set model.compile=towers.")
+        raise UserError(f"The {name} tower has no list of blocks to compile; set model.compile to towers or false.")
     return [tower.get_submodule(block_name) for block_name in names]

@@ -127,8 +127,8 @@ def _checked_width(config: VisionConfig) -> int:
         feature = trial(torch.empty(2, 3, size, size))
     if any(parameter.ndim == 0 for parameter in trial.parameters()):
         raise UserError(
-            f"{config.name!r} has 0-dimensional parameters, which DeepSpeed does not support; set "
-            "model.vision.name to another model."
+            f"{config.name!r} has 0-dimensional parameters, which DeepSpeed does not support; choose another model "
+            "(model.vision.name, or MODEL of `neuclip-ds embed`)."
         )
     if not isinstance(feature, Tensor) or feature.ndim != 2:
         raise UserError(

@@ -41,13 +41,13 @@ def read_speed(run: Path, config: Config) -> MeasuredSpeed:
     measured = load_saved(run / "config.yaml")
     for name, of_run, planned in (
         ("model options", measured.model, config.model),
-        ("option deepspeed", measured.deepspeed, config.deepspeed),
-        ("objective.method", measured.objective.method, config.objective.method),
+        ("values of deepspeed", measured.deepspeed, config.deepspeed),
+        ("values of objective.method", measured.objective.method, config.objective.method),
     ):
         if of_run != planned:
             raise UserError(
-                f"The run in --measured={run} differs from this run in its {name}: measure a short run with this run's "
-                f"{name}."
+                f"The run in --measured={run} and this run have different {name}: measure a short run that has the "
+                f"same {name} as this run."
             )
     steps, speeds = series.get("samples_per_second", ([], []))
     if not steps or steps[-1] < FEWEST_STEPS:

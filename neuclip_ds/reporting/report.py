@@ -146,15 +146,18 @@ def _environment(run: Path) -> Iterator[str]:
 
 
 def run_names(runs: Sequence[Path]) -> list[str]:
-    """Return the names of runs, with their parent folders if two folders have the same name.
+    """Return the names of runs, with as many of their parent folders as are needed to distinguish the names.
 
     Raises `UserError` if a run is named twice.
     """
-    names = [run.resolve().name for run in runs]
-    if len(set(names)) < len(names):
-        names = ["/".join(run.resolve().parts[-2:]) for run in runs]
-    if len(set(names)) < len(names):
+    folders = [run.resolve() for run in runs]
+    if len(set(folders)) < len(folders):
         raise UserError(f"{', '.join(map(str, runs))}: pass each run once.")
+    parts = 1
+    names = [folder.name for folder in folders]
+    while len(set(names)) < len(names):
+        parts += 1
+        names = ["/".join(folder.parts[-parts:]) for folder in folders]
     return names
 
 

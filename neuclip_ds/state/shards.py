@@ -33,7 +33,7 @@ from neuclip_ds.state.tensor_file import BytesFile, StateFile, TensorFile, row_c
 INDEX = "index.json"
 TABLE = "table"  # kind of the row tables' tensors, which are named TABLE/TENSOR
 _REPLICATED = "whole"  # end of a replicated tensor's key
-_FIX = "restore the file, or delete its checkpoint to resume from an older checkpoint"
+_FIX = "restore the file, or use an older checkpoint"
 
 Shards = dict[str, Tensor]
 """A rank's state shards by key."""
@@ -152,7 +152,7 @@ class ShardFiles:
         if next_row < stop:
             raise UserError(
                 f"{self.folder} lacks the rows [{next_row}, {stop}) of {name} ({kind}): the folder was written with "
-                "other data or settings, or files are missing; restore the folder, or start a new run (--run.name)."
+                "other data or settings, or files are missing; restore the folder, or start a new run (run.name)."
             )
         if not pieces:
             return torch.empty(0, device="cpu")
@@ -171,9 +171,9 @@ class ShardFiles:
             stored = {name.removeprefix(prefix) for name in self.names(TABLE) if name.startswith(prefix)}
             if stored != set(table.tensors):
                 raise UserError(
-                    f"{self.folder} contains these statistics of each sample: {', '.join(sorted(stored)) or 'none'}; "
-                    f"but this run needs: {', '.join(sorted(table.tensors))}. Set objective.method to the method of "
-                    "the checkpoint."
+                    f"{self.folder} contains these tensors of the loss: {', '.join(sorted(stored)) or 'none'}; but "
+                    f"this run needs: {', '.join(sorted(table.tensors))}. Use the options of the loss (objective.*) of "
+                    "the run that wrote the folder."
                 )
             for key, target in table.tensors.items():
                 self._fill(prefix + key, target, table)

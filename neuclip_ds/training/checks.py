@@ -1,6 +1,7 @@
 """Check a run for errors and likely mistakes before it starts, and list the settings that a resumed run must keep."""
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 from neuclip_ds.checkpoint.checkpoints import Fingerprint
@@ -12,6 +13,7 @@ from neuclip_ds.data.training_set import source_settings
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.start import check_engine_config
 from neuclip_ds.errors import UserError
+from neuclip_ds.losses.methods import find_method
 from neuclip_ds.losses.options import DistillConfig, ObjectiveConfig
 from neuclip_ds.models.trained_parts import TOWERS
 from neuclip_ds.training.schedule import fitted_warmup
@@ -45,10 +47,11 @@ def _check_stored_features(config: Config) -> None:
         if getattr(distill, name) != getattr(DistillConfig(), name)
     ]
     if distill.features is None and changed:
-        verb, pronoun = ("has", "it") if len(changed) == 1 else ("have", "them")
+        names = " and ".join(changed)
+        verb = "has" if len(changed) == 1 else "have"
         raise UserError(
-            f"{' and '.join(changed)} {verb} no effect without a teacher: set objective.distill.features to the folder "
-            f"of a teacher's features, or omit {pronoun}."
+            f"{names} {verb} no effect without a teacher: set objective.distill.features to the folder of a teacher's "
+            f"features, or omit {names}."
         )
     if objective.prefixes and config.recovery.epochs:
         raise UserError(
@@ -88,12 +91,15 @@ def check_tables(tables: Mapping[str, FeatureTable]) -> None:
         )
 
 
-def check_data(saved: Mapping[str, Any], manifest: Manifest) -> None:
-    """Raise `UserError` if a manifest's content hash differs from the hash that a checkpoint recorded."""
+def check_data(saved: Mapping[str, Any], manifest: Manifest, what: str, fix: str) -> None:
+    """Raise `UserError` if a manifest's content hash differs from the hash in a checkpoint's record of its data.
+
+    `what` is the subject of the message, and `fix` is an alternative to the use of the recorded data.
+    """
     if manifest.content_hash != saved["hash"]:
         raise UserError(
-            f"The checkpoint was written with different data (hash {saved['hash']}, now {manifest.content_hash}): pass "
-            "the data that the run was trained on, or give the run another name (--run.name)."
+            f"{what} was written with different data (hash {saved['hash']}, now {manifest.content_hash}): pass the "
+            f"data that it was written with, or {fix}."
         )
 
 
@@ -102,7 +108,7 @@ def check_length(done: int, total: int) -> None:
     if done > total:
         raise UserError(
             f"The run has trained for {done:,} steps, more than the {total:,} that the config allows: raise max_steps "
-            "(or epochs, if max_steps is not set) to train further, or give the run another name (--run.name)."
+            "(or epochs, if max_steps is not set) to train further, or give the run another name (run.name)."
         )
 
 
@@ -127,10 +133,13 @@ def config_warnings(config: Config, steps: int) -> list[str]:
             )
     if optimizer.min_lr > 0 and optimizer.schedule == "constant":
         warnings.append(
-            "optimizer.min_lr has no effect with optimizer.schedule=constant: omit it, or use another schedule."
+            "optimizer.min_lr has no effect with optimizer.schedule=constant: omit optimizer.min_lr, or use another "
+            "schedule."
         )
     elif optimizer.min_lr > optimizer.lr:
-        warnings.append(f"optimizer.min_lr={optimizer.min_lr:g} is above optimizer.lr={optimizer.lr:g}: swap them.")
+        warnings.append(
+            f"optimizer.min_lr={optimizer.min_lr:g} is above optimizer.lr={optimizer.lr:g}: lower optimizer.min_lr."
+        )
     return warnings + config.objective.warnings()
 
 
@@ -152,10 +161,17 @@ def fingerprint(config: Config) -> Fingerprint:
         "method": config.objective.method,
         "objective.prefixes": {str(length): weight for length, weight in config.objective.prefixes.items()} or None,
         "optimizer": config.optimizer.name,
+        **_state_options(config.objective),
         **_stored_features(config.objective),
         **{f"data.{name}": "a folder" if name in tower_folders(data) else None for name in CONTENTS},
         **_architecture(config.model),
     }
+
+
+def _state_options(objective: ObjectiveConfig) -> Fingerprint:
+    """Return the options that determine the tensors of the loss's state."""
+    names = find_method(objective.method).state_options
+    return {f"objective.{name}": attrgetter(name)(objective) for name in names}
 
 
 def _stored_features(objective: ObjectiveConfig) -> Fingerprint:

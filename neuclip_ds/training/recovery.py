@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from neuclip_ds.checkpoint.checkpoints import complete_checkpoints, verify_together
 from neuclip_ds.checkpoint.engine_state import load_moments
@@ -30,6 +30,7 @@ from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
 from neuclip_ds.losses.methods import find_method
 from neuclip_ds.losses.options import ObjectiveConfig
 from neuclip_ds.losses.stored_features import REFERENCE
+from neuclip_ds.losses.temperature import trained_temperature
 from neuclip_ds.training.checks import check_data
 from neuclip_ds.training.run_folder import RECOVERY
 
@@ -95,8 +96,8 @@ def load_recovered_state(checkpoint: Path, context: RunContext, loss: Contrastiv
         if recovered_optimizer != optimizer:
             raise UserError(
                 f"{checkpoint} contains moments of optimizer.name={recovered_optimizer}, "
-                f"but this run uses {optimizer}: set optimizer.name={recovered_optimizer}, or pass "
-                "--recovery.restore='[\"statistics\"]'."
+                f"but this run uses {optimizer}: set optimizer.name={recovered_optimizer}, or set "
+                "recovery.restore=[statistics]."
             )
         load_moments(checkpoint / STATE, context.engine, context.communicator)
         restored.append("moments")
@@ -105,23 +106,33 @@ def load_recovered_state(checkpoint: Path, context: RunContext, loss: Contrastiv
     if "statistics" in restore and _TABLE in tables:
         if not keeps_u(method):
             raise UserError(
-                f"{checkpoint} was recovered with the loss of {method}, which does not keep u: pass "
-                "--recovery.restore='[\"moments\"]', or recover with --recovery.loss=gcl."
+                f"{checkpoint} was recovered with the loss of {method}, which does not keep u: set "
+                "recovery.restore=[moments], or recover with recovery.loss=gcl."
             )
-        check_data(meta["data"], context.data.manifest)
+        check_data(meta["data"], context.data.manifest, f"The recovered state in {checkpoint}", "recover again")
         _check_reference(checkpoint, meta["data"], context.data.record())
         files = StateFiles(checkpoint / STATE, verified=True)
-        recovered_tau = float(files.replicated(OBJECTIVE).get(_TAU, torch.nan))
-        tau = float(loss.function.replicated_state().get(_TAU, torch.nan))
-        if recovered_tau != tau and not math.isnan(tau):
-            shown = str(np.float32(recovered_tau))  # enough digits to set the same float32 number
-            raise UserError(
-                f"{checkpoint} contains u at the temperature {shown}, but this run starts at {np.float32(tau)!s}: "
-                f"set objective.temperature.initial={shown}, or recover again."
-            )
+        tau = loss.function.replicated_state().get(_TAU)
+        if tau is not None:
+            _check_temperature(checkpoint, trained_temperature(files.replicated(OBJECTIVE)), float(tau))
         files.fill({_TABLE: tables[_TABLE]})
         restored.append("statistics")
     log.info("recovered state from %s: %s", checkpoint, " and ".join(restored) or "none")
+
+
+def _check_temperature(checkpoint: Path, recovered_tau: Tensor | None, tau: float) -> None:
+    """Raise `UserError` if u was recovered at another temperature, or at one for each sample (None)."""
+    if recovered_tau is None:
+        raise UserError(
+            f"{checkpoint} contains u at temperatures of individual samples, but this run starts at the temperature "
+            f"{np.float32(tau)!s}: recover again with recovery.loss=gcl."
+        )
+    if not math.isclose(float(recovered_tau), tau, rel_tol=1e-6):  # exp(log(tau)) is rounded
+        shown = str(np.float32(float(recovered_tau)))  # enough digits to set the same float32 number
+        raise UserError(
+            f"{checkpoint} contains u at the temperature {shown}, but this run starts at {np.float32(tau)!s}: "
+            f"set objective.temperature.initial={shown}, or recover again."
+        )
 
 
 def _check_reference(checkpoint: Path, recovered: Mapping[str, Any], data: Mapping[str, Any]) -> None:

@@ -65,7 +65,7 @@ def _difference(ranks: Sequence[Mapping[str, int]]) -> str:
         difference = f"ranks {shown_ranks} differ"
     return (
         f"{shown_names} must have the same bits on all ranks, but {difference}: test the memory and the GPUs of the "
-        "nodes of these ranks, and resume from the newest checkpoint, which was compared before it was saved."
+        "affected nodes, and resume from the newest checkpoint, which was compared before it was saved."
     )
 
 

@@ -88,7 +88,7 @@ def _check_is_run(folder: Path) -> None:
     if not checkpoints:
         raise UserError(
             f"{folder} contains files but is not the folder of a run, and training could overwrite them. Choose "
-            "another --run.name or --run.output-dir."
+            "another run.name or run.output_dir."
         )
 
 
@@ -154,7 +154,7 @@ def _parse(holder: bytes) -> dict[str, Any]:
 def _in_use(path: Path, holder: bytes) -> UserError:
     fields = _parse(holder)
     process = f"process {fields.get('pid', '?')} on {fields.get('host', 'an unknown host')}"
-    return UserError(f"{path.parent} is in use by {process}. Wait for that run, stop it, or choose another --run.name.")
+    return UserError(f"{path.parent} is in use by {process}. Wait for that run, stop it, or choose another run.name.")
 
 
 def _send_heartbeats(handle: int, ended: threading.Event) -> None:

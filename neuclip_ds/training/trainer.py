@@ -48,6 +48,7 @@ from neuclip_ds.evaluation.evaluator import Evaluator
 from neuclip_ds.files import explain_disk
 from neuclip_ds.losses.base import Position
 from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
+from neuclip_ds.losses.methods import find_method
 from neuclip_ds.losses.stored_features import stored_folders
 from neuclip_ds.models.compilation import Compilation, compile_towers, resolve_compilation
 from neuclip_ds.models.pretrained.base import LogitParameters, read_start_hash
@@ -473,7 +474,12 @@ class Loop:
         Writes nothing; raises `UserError` if the checkpoint belongs to a different run, model or dataset.
         """
         self.done, metadata = self.checkpoints.read(checkpoint, self.fingerprint)
-        check_data(metadata, self.context.data.manifest)
+        check_data(
+            metadata,
+            self.context.data.manifest,
+            f"The checkpoint {checkpoint}",
+            "give the run another name (run.name)",
+        )
         self.checkpoints.load(checkpoint, self.context.engine, self.loss.function)
         if not self.context.config.ema.decay:
             discard_average(self.context.engine)
@@ -523,10 +529,10 @@ class Loop:
         """
         newest = self.checkpoints.newest()
         done_before_skips = self.done - self.context.config.run.max_skipped_steps
-        advice = (
-            "lower optimizer.lr, or objective.npn.lr if the metric npn_ratio_mean was below 0.5 or above 2, and start "
-            "again."
-        )
+        advice = "lower optimizer.lr"
+        if "npn" in find_method(self._config.objective.method).sections:
+            advice += ", or objective.npn.lr if the metric npn_ratio_mean was below 0.5 or above 2"
+        advice += ", and start again."
         if newest is None:
             raise TrainingDiverged(f"{problem}, and there is no checkpoint to return to: {advice}")
         if done_before_skips <= self._done_at_rollback:

@@ -7,10 +7,12 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from small_checkpoints import keeper
 from small_runs import train
 from tars import write_pairs
 
-from neuclip_ds.checkpoint.checkpoints import read_best, step_folder
+from neuclip_ds.checkpoint.checkpoints import Best, read_best, step_folder
+from neuclip_ds.checkpoint.saved_model import find_best_checkpoint
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.recipe import parse
@@ -47,6 +49,15 @@ def test_the_best_checkpoint_is_kept_and_the_start_is_measured(shards: str, tmp_
     meta = json.loads((step_folder(folder, best.step) / "meta.json").read_text())
     assert meta["step"] == best.step
     assert len(list(folder.glob("step_*"))) <= 3, "the newest, the best, and the one it has just replaced"
+
+
+def test_a_best_checkpoint_that_is_missing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(UserError, match="has no best checkpoint"):
+        find_best_checkpoint(tmp_path)
+    keeper(tmp_path).keep_best(Best(5, METRIC, 0.5))
+    with pytest.raises(UserError, match="step_000000005, is missing or incomplete"):
+        find_best_checkpoint(tmp_path)
 
 
 def test_an_unknown_metric_is_refused_before_the_first_step() -> None:

@@ -149,7 +149,7 @@ def test_options_without_effect_are_refused(folder: Path, shards: Path) -> None:
     out = f"--out={folder}/none"
     mistakes = {
         ("evaluate", str(folder / "zero3"), "--target=val", *data): "--target has no effect without --blend",
-        ("evaluate", str(folder / "zero3"), "--blend=0,2", *data): "2 is not a number from 0 to 1",
+        ("evaluate", str(folder / "zero3"), "--blend=0,2", *data): "'2' is not a number from 0 to 1",
         ("evaluate", str(folder / "clip"), "--blend=0", *data, out): "is not a run of neuclip_ds",
         ("evaluate", str(folder / "zero3"), "--blend=0", "--target=x", *data, out): "--target=x matches 0 tasks",
         ("export", out): "Pass one run, or several runs after --soup",

@@ -22,6 +22,10 @@ def test_a_saved_checkpoint_is_restored_by_the_same_run_only(tmp_path: Path) -> 
         match=r"run\.seed=0, but this run uses run\.seed=xyz: use the checkpoint's run\.seed, or give the run",
     ):
         keeper(tmp_path).read(newest, {**FACTS, "seed": "xyz"})
+    with pytest.raises(
+        UserError, match=r"a model of None parameters, but this run's model has 5: use the model options"
+    ):
+        keeper(tmp_path).read(newest, {**FACTS, "parameters": 5})
     keeper(tmp_path).load(newest, engine, read)
     assert engine.value == 3.0
     for key, value in saved.replicated_state().items():

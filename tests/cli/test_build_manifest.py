@@ -52,7 +52,7 @@ def test_counts_from_side_files_need_no_shards(folder, tmp_path, capsys, caplog)
         source = server.url("{00000..00004}.tar")
         main(["build-manifest", str(tmp_path / "m"), source, "--from-side-files", "--skip-unreadable", "--processes=1"])
     assert "11 samples" in capsys.readouterr().out
-    assert "omitted 1 of 5 shards, which cannot be used" in caplog.text
+    assert "1 of 5 shards cannot be used and are omitted" in caplog.text
     assert not [name for name in server.gets if name.endswith(".tar")]
     assert load_manifest(tmp_path / "m").sizes.tolist() == [3, 2, 1, 5]
 

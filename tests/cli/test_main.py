@@ -160,7 +160,7 @@ def test_the_rank_that_launchers_add_is_ignored(rank: str, capsys: pytest.Captur
 def test_without_a_recipe_the_demo_runs(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
     main(["train", "--print-config"])
     assert "name: demo\n" in capsys.readouterr().out
-    assert caplog.text.count("No recipe is named, so the demo recipe runs") == 1
+    assert caplog.text.count("No recipe is named, so the demo recipe is used") == 1
 
 
 def test_the_version_and_the_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,6 +88,16 @@ def test_shards_that_cannot_be_trained_on(tmp_path, members, message):
         write_manifest(tmp_path / "m", [str(path)], Worker())
 
 
+def test_tars_of_several_folders_are_named_by_the_first_of_them(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    paths = [str(write_tar(tmp_path / folder / f"{number}.tar", [])) for folder in ("a", "b") for number in (0, 1)]
+    with pytest.raises(UserError, match=rf"No samples in 4 tars, such as {paths[0]};"):
+        build_manifest(paths, 1)
+    with pytest.raises(UserError, match=rf"No samples in 2 tars in {tmp_path}/a;"):
+        build_manifest(paths[:2], 1)
+
+
 def test_what_a_run_builds_is_used_until_a_shard_changes(folder, tmp_path, monkeypatch):
     cache, scanned, scan_shard = tmp_path / "cache", [], build.scan_shard
     monkeypatch.setattr(build, "scan_shard", lambda path, options: scanned.append(path) or scan_shard(path, options))
@@ -152,7 +162,7 @@ def unreadable(path: Path) -> None:
 def test_an_unreadable_shard_costs_no_other_and_may_be_omitted(folder, tmp_path, caplog):
     paths, target = paths_of(folder), tmp_path / "m"
     unreadable(folder / "00001.tar")
-    with pytest.raises(UserError, match="1 of 1 shards cannot be used"):
+    with pytest.raises(UserError, match=r"1 of 1 shards cannot be used\. .* Fix the shards, or pass other sources\.$"):
         write_manifest(tmp_path / "n", paths[1:2], Worker(), skip_unreadable=True)
     with pytest.raises(UserError, match=r"1 of 3 shards cannot be used.*00001.tar cannot be read: Is a directory"):
         write_manifest(target, paths, Worker(), CHECKED)
@@ -162,7 +172,7 @@ def test_an_unreadable_shard_costs_no_other_and_may_be_omitted(folder, tmp_path,
     assert [shard.path for shard in manifest.shards] == [paths[0], paths[2]]
     (listed,) = (target / "unreadable_shards.jsonl").read_text().splitlines()
     assert json.loads(listed)["shard"] == paths[1] and "Is a directory" in json.loads(listed)["reason"]
-    assert f"omitted 1 of 3 shards, which cannot be used; {target}/unreadable_shards.jsonl lists them" in caplog.text
+    assert f"1 of 3 shards cannot be used and are omitted; {target}/unreadable_shards.jsonl lists them" in caplog.text
 
 
 NOT_TARS = {
@@ -205,7 +215,7 @@ def test_a_link_to_nothing_is_unusable(tmp_path):
 def test_shards_without_a_complete_sample_are_refused_with_the_cause(tmp_path):
     names = [f"{i}.{extension}" for extension in ("jpg", "txt") for i in range(5)]
     paths = [str(write_tar(tmp_path / "0.tar", [(name, b"x") for name in names]))]
-    message = r"No sample in .*0\.tar has both .*not adjacent: .*--sort=name"
+    message = r"No sample in .*0\.tar has both .*not adjacent, .*--sort=name"
     with pytest.raises(UserError, match=message):
         build_manifest(paths, 1)
     with pytest.raises(UserError, match=message):
@@ -231,7 +241,7 @@ def test_lost_members_are_counted_with_their_cause(tmp_path, caplog, resumes):
     assert (manifest.n, manifest.n_bad) == (5, 4)
     assert "only 1 of 5 samples" in caplog.text
     assert "1 sample has the key of an earlier sample" in caplog.text
-    assert "2 members are ignored, because the same sample has another member with this extension" in caplog.text
+    assert "2 members are ignored, because an earlier member of the same sample has the same extension" in caplog.text
     assert "bytes between members are zeros. If several tars were joined, this is harmless" in caplog.text
     assert "is damaged" not in caplog.text
 

@@ -176,6 +176,12 @@ def test_mistakes_change_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["set"]  # no temporary folder is left
 
 
+def test_a_demo_split_needs_a_cache_that_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "cache").touch()
+    with pytest.raises(UserError, match=r"cache cannot be written .*, or run the command in another folder\.$"):
+        demo_split("demo:train", tmp_path / "cache")
+
+
 def test_demo_split_renders_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rendered = []
 

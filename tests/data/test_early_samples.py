@@ -21,6 +21,7 @@ from neuclip_ds.data.manifest_file import load_manifest
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.partial_shard import BLOCK, PartialShard
 from neuclip_ds.data.prefetch import Prefetcher, ShardRequest, early_samples, shards_ahead
+from neuclip_ds.data.range_reader import server_of
 from neuclip_ds.data.readers import ChecksumError, RawSample, TarReader
 from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.data.shards import resolve_shards
@@ -135,6 +136,11 @@ def test_a_server_that_ignores_ranges_sends_whole_shards_once_and_is_named_once(
     for batch in range(remote.order.steps_per_epoch):
         assert remote.read(batch) == remote.expected(batch)
     assert remote.http.gets.total() == SHARDS + 1
+
+
+def test_the_name_of_a_server_has_a_port_only_if_the_url_has_one() -> None:
+    urls = ("https://a.org/b/0.tar", "http://a.org:80/0.tar", "s3://bucket/b/0.tar")
+    assert list(map(server_of, urls)) == ["https://a.org", "http://a.org:80", "s3://bucket"]
 
 
 def test_a_server_that_ignores_ranges_later_is_asked_for_no_more(

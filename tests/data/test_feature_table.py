@@ -389,7 +389,7 @@ def test_a_file_that_is_overwritten_while_it_is_mapped_ends_the_run(
     table.rows(torch.tensor([0]))
     part = copy / part_name(0)
     part.write_bytes(part.read_bytes()[:-8] + bytes(8))
-    with pytest.raises(UserError, match="has changed during training"):
+    with pytest.raises(UserError, match="has changed since it was opened"):
         table.rows(torch.tensor([0]))
 
 

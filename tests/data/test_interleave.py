@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from neuclip_ds.data.interleave import Interleave, choose_interleave
+from neuclip_ds.data.interleave import Interleave, choose_interleave, in_gigabytes
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.errors import UserError
 
@@ -123,6 +123,13 @@ def test_a_cache_without_room_for_any_window_is_refused_with_the_size_that_suffi
         choose(sizes, 64, cache=0.09e9)
     enough = float(str(error.value).partition("cache_gb=")[2].split()[0])
     assert enough < 0.3 and math.prod(choose(sizes, 64, cache=enough * 1e9)) < 1e5
+    for option, options in (("shuffle_block_size", {"block": 1000}), ("shard_streams", {"streams": 64})):
+        with pytest.raises(UserError, match=f"or more, or lower data.{option}"):
+            choose(sizes, 64, cache=0.01e9, **options)
+
+
+def test_a_size_in_gigabytes_has_no_exponent():
+    assert [in_gigabytes(size) for size in (2.5e8, 99.96e9, 1.2346e12)] == ["0.25", "100", "1235"]
 
 
 def test_a_node_needs_the_shards_of_its_current_and_next_blocks():

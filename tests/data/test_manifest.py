@@ -1,5 +1,6 @@
 """Check the indices, hashes and files of manifests, and that damaged or impossible manifests give one-line errors."""
 
+import errno
 import random
 import resource
 import shutil
@@ -232,6 +233,15 @@ def test_a_name_that_is_not_utf_8(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not UTF-8; rename it") as caught:
         open_manifest(str(tmp_path / "shards"), tmp_path / "cache", 1)
     assert str(caught.value).encode()
+
+
+def test_a_manifest_without_permission_need_not_be_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(pq, "ParquetFile", refuse)
+    with pytest.raises(UserError, match=r"Permission denied\); check the permissions and the storage\.$"):
+        load_manifest(folder)
 
 
 @pytest.mark.parametrize("name", ["../shards.parquet", "part-x.txt", "/etc/passwd", None])

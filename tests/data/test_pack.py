@@ -203,7 +203,7 @@ def test_the_folder_is_complete_or_absent(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not an empty folder"):
         run(table, tmp_path / "out")
     opened = open_table(str(table))
-    with pytest.raises(UserError, match=r"No row of .* can be used \(the first one: .*image cannot be read"):
+    with pytest.raises(UserError, match=r"No row of .* can be used \(the first row: .*image cannot be read"):
         pack(opened, tmp_path / "none", choose_columns(opened, image="uid"))
     assert not (tmp_path / "none").exists()
 
@@ -244,9 +244,17 @@ def test_unusable_tables_and_columns_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="with a different member"):
             choose_columns(table, captions=captions)
     (tmp_path / "b.parquet").write_bytes(b"no parquet")
-    for source, words in (("", "is not a table"), ("nothing", "contains no table"), ("b.parquet", "cannot be read")):
-        with pytest.raises(UserError, match=words):
-            open_table(str(tmp_path / source))
+    (tmp_path / "c.csv").write_text("image,caption\na.jpg,a dog,and a cat\n")
+    refused = {
+        "": r"includes files of several formats \(\.csv, \.parquet\)",
+        "nothing": "contains no table",
+        "b.parquet": "cannot be read",
+        "c.csv": r"cannot be read .*or write the table as \.jsonl or \.parquet",
+    }
+    for source, words in refused.items():
+        with pytest.raises(UserError, match=words) as error:
+            open_table(str(tmp_path / source), "off")
+        assert "--quotes=off" not in str(error.value)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -406,6 +414,17 @@ def test_rows_are_not_waited_for_while_their_host_fails(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"No row of .* can be used .*storage failed"):
             run(tmp_path / "pairs.csv", tmp_path / "out", pauses=[0.05, 0.05])
         assert rows <= server.refused < 1.5 * rows, "one attempt for each row but the first ones"
+
+
+def test_the_command_names_all_members_that_contain_captions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "0.jpg").write_bytes(jpeg(0))
+    (tmp_path / "pairs.csv").write_text("image,a,b\n0.jpg,a dog,a cat\n0.jpg,a dog,a bird\n")
+    captions = ["--captions", "txt=a", "syn.txt=b"]
+    main(["pack", str(tmp_path / "pairs.csv"), str(tmp_path / "out"), *captions])
+    expected = "1 sample has several captions: train with --data.captions=txt:lines,syn.txt:lines."
+    assert expected in capsys.readouterr().out
 
 
 def test_the_command_fails_if_the_storage_does(

@@ -80,7 +80,7 @@ def test_a_shard_that_is_missing_on_a_node_is_refused(tmp_path: Path) -> None:
     manifest, run = str(table.parent), tmp_path / "run"
     assert open_data(manifest, DataConfig(), Communicator(), run).n == 6
     (shards / "00001.tar").rename(tmp_path / "elsewhere.tar")
-    with pytest.raises(UserError, match=r"This node lacks 1 of 2 shards, such as .*/00001.tar. .* every node"):
+    with pytest.raises(UserError, match=r"This node lacks 1 of 2 local shards, such as .*/00001.tar. .* every node"):
         open_data(manifest, DataConfig(), Communicator(), run)
 
 

@@ -234,7 +234,10 @@ def test_gpus_that_torch_cannot_use_are_refused(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(UserError, match=r"nvidia12\), .* torch 2.15 for CUDA 13.2, .* driver is 535.104.05\. .*cu126"):
         refuse_missing_gpus("torch 2.15 for CUDA 13.2")
     monkeypatch.setattr(environment, "_DRIVER", tmp_path / "none")
-    with pytest.raises(UserError, match=r"driver is not loaded.* To train on the CPU, set DS_ACCELERATOR=cpu"):
+    with pytest.raises(UserError, match=r"driver is not loaded.* To use the CPU, set DS_ACCELERATOR=cpu"):
+        refuse_missing_gpus("torch 2.15 for CUDA 13.2")
+    monkeypatch.setattr(environment, "find_gpus", lambda: ["/dev/kfd"])
+    with pytest.raises(UserError, match=r"this is torch 2.15 for CUDA 13.2\. Check rocm-smi .* torch for ROCm"):
         refuse_missing_gpus("torch 2.15 for CUDA 13.2")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     refuse_missing_gpus("torch 2.15 for CUDA 13.2")

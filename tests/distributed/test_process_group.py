@@ -149,7 +149,9 @@ def test_ranks_that_do_not_connect_end_with_the_variables_to_set(tmp_path: Path)
 def test_a_rank_that_hangs_is_named(work: str, doing: str, tmp_path: Path) -> None:
     with started(tmp_path, work) as processes:
         deadline = time.monotonic() + 60
-        while "no rank has made progress" not in (log := "".join(path.read_text() for path in tmp_path.glob("*.txt"))):
+        while "the run has made no progress" not in (
+            log := "".join(path.read_text() for path in tmp_path.glob("*.txt"))
+        ):
             assert time.monotonic() < deadline, "no rank is named"
             time.sleep(0.1)
         assert processes[1].pid is not None

@@ -19,6 +19,7 @@ from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.start import check_engine_config
 from neuclip_ds.errors import UserError
 from neuclip_ds.recipe import load_saved, option_names, parse, validate
+from neuclip_ds.section import read_yaml
 
 NAMES = option_names(Config)
 WORDS = ["neuclip", "gcl", "pad", "1e400", "null", "[", "{", "~", "\0", "a\nb", ".inf", "\udcff", "x" * 5000]
@@ -187,6 +188,12 @@ def test_invalid_recipes_are_refused_in_one_line(text: str | bytes, words: str, 
         resolve([str(tmp_path / "r.yaml")])
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ['a: !!int ""', "a: !!bool maybe", "a: " + "[" * 3000])
+def test_invalid_yaml_raises_value_error_whatever_pyyaml_raises(text: str) -> None:
+    with pytest.raises(ValueError):
+        read_yaml(text)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])

@@ -162,10 +162,12 @@ def test_a_name_or_options_that_cannot_be_used_are_refused(registry: None) -> No
     for name in ("my loss", "class", "_mine"):
         with pytest.raises(UserError, match="cannot name a loss"):
             register_loss(name, builder)
-    with pytest.raises(UserError, match="every option of mine needs a valid default; give one to width"):
+    with pytest.raises(UserError, match=r"every option of mine needs a valid default \(width: Field required\)"):
         register_loss("mine", builder, NoDefault)
     register_loss("mine", builder)
     register_loss("mine", builder)  # as in a notebook cell that is run again
+    with pytest.raises(UserError, match=r"these methods do: openclip, .*, gcl\. "):
+        ContrastiveLoss("siglip", dim=4, reference_model="features")
     assert METHODS["mine"].estimates_normalizers is False
 
 

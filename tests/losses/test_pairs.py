@@ -372,7 +372,7 @@ def test_without_a_compiler_the_functions_run_uncompiled(
     fresh_compiler: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: Any) -> None:
-        raise RuntimeError("no C compiler\nand its whole log")
+        raise RuntimeError("backend raised:\nno C compiler\nand its whole log")
 
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: fail)
     with caplog.at_level(logging.WARNING):
@@ -380,7 +380,7 @@ def test_without_a_compiler_the_functions_run_uncompiled(
             assert_compiled_equals_uncompiled(monkeypatch, PairLoss(), individual=False, columns=7)
     messages = [record.getMessage() for record in caplog.records]
     assert messages == 2 * [
-        "The loss runs uncompiled, and therefore slower, because torch.compile fails: no C compiler"
+        "The loss runs uncompiled, and therefore slower, because torch.compile fails: backend raised: no C compiler"
     ], "once per function"
 
 

@@ -148,11 +148,11 @@ def test_a_temperature_starts_from_the_config_else_from_the_checkpoint() -> None
 @pytest.mark.parametrize(
     ("method", "temperature", "words"),
     [
-        ("tuneclip", None, "has no logit_scale.*pass --objective.temperature.initial"),
+        ("tuneclip", None, "has no logit_scale.*set objective.temperature.initial"),
         ("openclip", None, "has no logit_scale"),
         ("isogclr", None, "has no logit_scale"),
         ("openclip", 0.0085, r"temperature 0.0085 is outside \[minimum=0.01"),
-        ("siglip", 0.02, "has no logit_bias.*pass --objective.siglip.bias"),
+        ("siglip", 0.02, "has no logit_bias.*set objective.siglip.bias"),
     ],
 )
 def test_an_error_names_the_option_that_the_checkpoint_lacks(

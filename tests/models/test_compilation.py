@@ -131,7 +131,7 @@ def test_a_mistake_in_the_input_is_reported_as_without_compilation(monkeypatch: 
 def test_a_tower_without_blocks_is_compiled_as_a_whole_only() -> None:
     model = built()
     model.text.trunk = torch.nn.Linear(2, 2)
-    with pytest.raises(UserError, match=r"text tower has no list of blocks .*model.compile=towers"):
+    with pytest.raises(UserError, match=r"text tower has no list of blocks .*model.compile to towers"):
         compile_towers(model, "blocks")
 
 

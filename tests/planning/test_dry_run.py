@@ -179,7 +179,7 @@ def test_hours_follow_from_a_measured_run(
     assert hours[4][1] > hours[2][1] / 2, "with the time of communication"
     for folder, others, words in (
         ("few", options, "logged too few steps"),
-        ("other", [*options, "--model.embed_dim=64"], "differs from this run in its model options"),
+        ("other", [*options, "--model.embed_dim=64"], "have different model options"),
     ):
         unusable = write_measured(tmp_path / folder, 10, others)
         with pytest.raises(UserError, match=words):

@@ -139,6 +139,7 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     assert (loss["title"], len(loss["curves"])) == ("loss", 3)
     with pytest.raises(UserError, match="pass each run once"):
         run_names([runs[0], runs[0]])
+    assert run_names([Path("/a/seed/demo"), Path("/b/seed/demo")]) == ["a/seed/demo", "b/seed/demo"]
 
 
 def test_events_are_listed_in_order_and_as_text(page: str) -> None:

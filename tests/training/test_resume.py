@@ -4,10 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from small_checkpoints import DATA, PlainEngine, keeper, trained
 from small_runs import SMALL, TRAIN, call, lines_in, outcome, read_options, start, wait_for
 
+from neuclip_ds.errors import UserError
+from neuclip_ds.recipe import parse
 from neuclip_ds.reporting.events import read_events
 from neuclip_ds.reporting.history import read_launches
+from neuclip_ds.training.checks import fingerprint
 
 TINY = [
     "--data.batch_size=16",
@@ -91,6 +95,31 @@ def test_a_run_with_frozen_parts_and_adapters_resumes_with_the_same_options_only
     changed = [f"--deepspeed={engine}", *PARTS, "--model.lora.dropout=0.2", "--max_steps=13"]
     refused = call(*command(shards, tmp_path, "whole", *changed), code=2)
     assert "model.lora=" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("method", "option"),
+    [
+        ("neuclip", "objective.npn.network=mlp"),
+        ("neuclip", "objective.npn.order=joint"),
+        ("neuclip", "objective.npn.optimizer=adagrad"),
+        ("neuclip", "objective.npn.prototypes=32"),
+        ("neuclip_queue", "objective.queue.size=32"),
+        ("amorlip", "objective.amortized.width=0.5"),
+    ],
+)
+def test_a_run_resumes_only_with_the_options_that_shape_the_state_of_its_loss(
+    method: str, option: str, tmp_path: Path
+) -> None:
+    before = fingerprint(parse(["demo", f"--objective.method={method}"]).config)
+    after = fingerprint(parse(["demo", f"--objective.method={method}", f"--{option}"]).config)
+    name = option.partition("=")[0]
+    assert [key for key in before if before[key] != after[key]] == [name]
+    checkpoints = keeper(tmp_path)
+    checkpoint = checkpoints.save(1, PlainEngine(1.0), trained(), before, DATA)
+    assert checkpoints.read(checkpoint, before)[0] == 1
+    with pytest.raises(UserError, match=f"use the checkpoint's {name}"):
+        checkpoints.read(checkpoint, after)
 
 
 def test_a_resume_with_other_compilation_records_an_event(shards: Path, tmp_path: Path) -> None:

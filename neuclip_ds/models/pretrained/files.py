@@ -88,7 +88,7 @@ def refuse_adapter(folder: Path) -> None:
     if (folder / ADAPTER_FILE).is_file():
         raise UserError(
             f"{folder} contains a model and a peft adapter ({ADAPTER_FILE}), which transformers would add to the "
-            "model: merge it with peft's merge_and_unload and save the result, or remove the adapter's files."
+            "model: merge the adapter with peft's merge_and_unload and save the result, or remove the adapter's files."
         )
 
 

@@ -297,7 +297,8 @@ def _read_config(folder: Path) -> tuple[Any, Any]:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     if hasattr(config, "vision_config"):
         raise UserError(
-            f"{folder} encodes images too: omit `hf:` from the name, or set model.pretrained to the folder."
+            f"{folder} encodes images too: set model.pretrained instead of model.text.pretrained to it or, for "
+            "`neuclip-ds embed`, omit `hf:` from MODEL."
         )
     has_text_encoder = type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING
     if config.is_encoder_decoder and not has_text_encoder:

@@ -285,7 +285,7 @@ def _shown_metrics(metrics: Mapping[str, float]) -> str:
 def _first_samples(indices: Sequence[int]) -> str:
     """Describe the first samples of a batch, without its padding."""
     shown = [index for index in indices[:_SHOWN_INDICES] if index != PADDING]
-    return f"its samples begin with indices {shown}"
+    return f"the batch begins with samples {shown}"
 
 
 def _flood_level(count: int) -> int:

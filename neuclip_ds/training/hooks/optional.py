@@ -100,7 +100,7 @@ class WeightsAndBiases(Hook):
 
     def _warn(self, error: Exception) -> None:
         log.warning(
-            "Weights & Biases failed (%s: %s); training continues without it, with all metrics in metrics.jsonl. "
+            "Weights & Biases failed (%s: %s); the run continues without it, with all metrics in metrics.jsonl. "
             "Set WANDB_MODE=offline where there is no network.",
             type(error).__name__,
             error,

@@ -169,8 +169,8 @@ def _restore_folder(url: str, communicator: Communicator, folder: Path) -> bool:
             remote = RemoteRun(url)
             if remote.is_folder(folder):
                 raise UserError(
-                    f"run.remote={url} is the run's own folder, but the copy must be elsewhere: choose another folder "
-                    "or a store, or omit run.remote."
+                    f"run.remote would put the copy into the run's own folder ({url}): choose another folder or a "
+                    "store, or omit run.remote."
                 )
             return local_names, remote.names(), remote.records()
 
@@ -196,7 +196,7 @@ def _restore_folder(url: str, communicator: Communicator, folder: Path) -> bool:
             problem = remote_problem
     raise UserError(
         f"No checkpoint of this run is intact, neither in {folder} nor in its copy {url} ({problem.rstrip('.')}). "
-        "Restore a checkpoint from a backup, start a new run under a new --run.name, or delete both folders to start "
+        "Restore a checkpoint from a backup, start a new run under a new run.name, or delete both folders to start "
         "again at step 0."
     )
 

@@ -124,7 +124,7 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "left-over adapter": (
         "clip",
         lambda folder: (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}'),
-        "merge it with peft's merge_and_unload and save the result, or remove the adapter's files",
+        "merge the adapter with peft's merge_and_unload and save the result, or remove the adapter's files",
     ),
     "other width": ("clip", config(lambda tree: tree.update(projection_dim=24)), "2 tensors are of the wrong shape"),
     "no weights of open_clip": (

@@ -327,5 +327,5 @@ def test_image_weights_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> 
 
 
 def test_image_weights_are_refused_next_to_a_checkpoint() -> None:
-    with pytest.raises(ValueError, match=r"omit it or model\.vision\.pretrained"):
+    with pytest.raises(ValueError, match=r"omit model\.pretrained or model\.vision\.pretrained"):
         ModelConfig.model_validate({"pretrained": "a/b", "vision": {"pretrained": "openai"}})

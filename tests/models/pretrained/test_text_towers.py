@@ -214,11 +214,14 @@ def test_captions_that_cannot_be_packed_or_are_too_long_are_refused(tmp_path: Pa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model.text.pretrained=x", "--model.text.width=64"], "width has no effect with pretrained"),
-        (["--model.text.pretrained=x", "--model.text.tokenizer=y"], "tokenizer has no effect with pretrained"),
+        (["--model.text.pretrained=x", "--model.text.width=64"], r"width has no effect with model\.text\.pretrained"),
+        (
+            ["--model.text.pretrained=x", "--model.text.tokenizer=y"],
+            r"tokenizer has no effect with model\.text\.pretrained",
+        ),
         (["--model.text.pooling=mean"], r"pooling has no effect without model\.text\.pretrained"),
-        (["--model.text.pretrained=x", "--model.pretrained=y"], r"omit it or model\.text\.pretrained"),
-        (["--model.text.pretrained=x", "--model.text.width=512"], "width has no effect with pretrained"),
+        (["--model.text.pretrained=x", "--model.pretrained=y"], r"omit model\.pretrained or model\.text\.pretrained"),
+        (["--model.text.pretrained=x", "--model.text.width=512"], r"width has no effect with model\.text\.pretrained"),
         (["--model.vision.projection=mlp", "--model.pretrained=y"], r"determines model\.vision\.projection"),
         (["--model.text.projection=linear", "--model.pretrained=y"], r"determines model\.text\.projection"),
     ],
