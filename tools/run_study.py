@@ -86,7 +86,10 @@ def main() -> None:
     )
     parser.add_argument("--arms", nargs="+", help="arms of the stages to run (default: all)")
     parser.add_argument(
-        "--batch", nargs="+", type=int, help="batch sizes of the stages to run, or to print (default: all)"
+        "--batch",
+        nargs="+",
+        type=int,
+        help="batch sizes of the stages to run, or of the tables to print (default: all)",
     )
     parser.add_argument(
         "--processes",
