@@ -549,7 +549,7 @@ class RecoveryConfig(Section):
         if self.reuse and not self.epochs and "statistics" in self.restore:
             raise ValueError(
                 "reuse needs recovery.epochs, because gamma's schedule continues after the recovery; set "
-                "recovery.epochs to the number of epochs in the reused run"
+                "recovery.epochs to its value in the reused run, or set recovery.restore=[moments]"
             )
         return self
 

@@ -136,7 +136,7 @@ def build_page(models: Sequence[SearchableModel], collection: Collection, source
         return gradio.Error(message, print_exception=False)
 
     def search(text: str | None, image: str | None, count: int) -> list[str]:
-        """Return the results of each model for an image (a path) or else a text."""
+        """Return each model's results as HTML, for the image at the path `image` if given, otherwise for `text`."""
         results = []
         for model in models:
             try:

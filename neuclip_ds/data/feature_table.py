@@ -68,9 +68,9 @@ class FeatureTable:
     captions: 2,068 bytes for an image and a caption of width 512 in float16, so 2.1 TB for a billion samples
     (calculated). In memory, a table needs 16 bytes per shard. Local files are mapped in place; the page cache shares
     them between processes. Remote files are fetched whole into the shard cache, which then also holds one feature file
-    for each shard that training reads at the same time (21 MB for 10,000 samples of this size). Feature files are
-    fetched ahead of training, and as often as their shards (neuclip_ds/data/prefetch.py), because training reads the
-    samples of a shard in random order within a shuffle block.
+    for each shard that training reads at the same time (21 MB for 10,000 samples of this size). Each time
+    training is about to read a shard, the shard's feature file is fetched whole (neuclip_ds/data/prefetch.py), because
+    training reads the samples of a shuffle block in random order.
 
     Attributes:
         embedding: the content of the folder's embedding.json: the model, the options and the data of the job.

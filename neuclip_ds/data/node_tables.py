@@ -147,7 +147,7 @@ def view_table(buffer: bytes | memoryview) -> SampleTable:
         raise ValueError(f"a table of {len(view)} bytes is truncated")
     magic, crc32, flags, n, key_bytes = _HEADER.unpack_from(view)
     if magic != _MAGIC or zlib.crc32(view[_SIGNED:]) != crc32:
-        raise ValueError("a table differs from its checksum")
+        raise ValueError("a table is damaged: its header or checksum does not match")
     has_checksums = bool(flags & 1)
     member_count = len(MEMBERS) + (flags >> 1)
     offset = _HEADER.size

@@ -153,8 +153,9 @@ def text_encoders(
 ) -> FeatureEncoders:
     """Open an encoder of captions on all ranks; `name` is a folder or a name on the hub.
 
-    `pooling` and `context_length` are as in `open_text_encoder`. Raises UserError if there is no such encoder or no
-    pooling, or if the encoder takes fewer tokens than `context_length`.
+    `pooling` and `context_length` are as in `open_text_encoder`. Raises UserError if there is no such encoder, if
+    neither `pooling` nor the encoder's config gives the pooling, or if the encoder takes fewer tokens than
+    `context_length`.
     """
     folder = Path(communicator.on_rank_zero(lambda: str(locate_text_encoder(name))))
     encoder = open_text_encoder(folder, pooling, context_length)

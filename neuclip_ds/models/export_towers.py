@@ -386,7 +386,7 @@ def _linear(weight: Tensor, bias: Tensor | None, activation: str) -> _Module:
 
 
 def _between(feature: str) -> dict[str, str]:
-    """Return the options of a module whose input and output are the same feature."""
+    """Return the options of a module that reads a feature from the dict of features and writes its output there."""
     return {"module_input_name": feature, "module_output_name": feature}
 
 

@@ -371,7 +371,7 @@ def _natural_order(name: str) -> str:
 
 
 def _curve(name: str, steps: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
-    """Return a curve for page.js, with None in place of values that are not finite."""
+    """Return a curve of about `_MAX_POINTS` points for page.js, with None in place of values that are not finite."""
     shown: Sequence[int] = range(len(values))
     if len(values) > _MAX_POINTS:
         # keep the first and the last point, and the extremes of equal sections

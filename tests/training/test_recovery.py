@@ -108,7 +108,7 @@ def test_other_weights_are_refused(shards: str, tmp_path: Path) -> None:
     reuse = [f"--recovery.reuse={tmp_path}/first/run", "--recovery.epochs=2"]
     for options, message in (
         ([f"--recovery.reuse={tmp_path}/absent"], "contains no complete checkpoint"),
-        (["--recovery.epochs=0"], "set recovery.epochs to the number of epochs in the reused run"),
+        (["--recovery.epochs=0"], "set recovery.epochs to its value in the reused run"),
         (["--run.seed=1"], "was recovered with weights that differ"),
         (["--objective.temperature.initial=0.06"], "contains u at the temperature 0.05, but this run starts at 0.06"),
         (["--optimizer.name=lion"], "contains moments of optimizer.name=adamw"),
