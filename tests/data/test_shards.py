@@ -39,7 +39,7 @@ def test_a_literal_name_with_special_characters_is_taken_as_it_is(folder, tmp_pa
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("", "is empty"),
+        ("", "is an empty string"),
         ("pipe:touch {tmp}/0.tar", "does not exist"),
         ("{tmp}/absent", "absent does not exist"),
         ("{tmp}/absent/*.tar", "Nothing matches"),

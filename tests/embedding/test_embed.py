@@ -121,7 +121,7 @@ def test_another_model_or_other_data_are_refused_and_grown_data_are_not(tmp_path
     ):
         write(out, manifest)
     other_shards = [str(path) for path in write_pairs(tmp_path / "other", [9] * 4).iterdir()]
-    with pytest.raises(UserError, match="features of a job with data="):
+    with pytest.raises(UserError, match="contains features of other data"):
         write(out, build_manifest(other_shards, processes=1), dtype="float16")
     (out / "embedding.json").write_text("{")
     with pytest.raises(UserError, match=r"embedding.json cannot be read"):

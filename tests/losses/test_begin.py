@@ -346,7 +346,7 @@ def test_begin_refuses_indices_and_masks_that_cannot_be_used() -> None:
         loss_fn.begin(torch.tensor([0, 1000]))
     with pytest.raises(ValueError, match=r"index has dtype torch\.float32"):
         loss_fn.begin(torch.arange(2.0))
-    with pytest.raises(ValueError, match=r"must be \(2,\) bools"):
+    with pytest.raises(ValueError, match=r"must be a bool tensor of shape \(2,\)"):
         loss_fn.begin(torch.arange(2), torch.ones(3, dtype=torch.bool))
     begun(loss_fn)  # nothing has begun before
 

@@ -175,7 +175,7 @@ def test_a_stall_of_any_rank_is_logged_and_reaches_the_file(tmp_path: Path, capl
     logged = [record.getMessage() for record in caplog.records]
     assert [text.split(" waited")[0] for text in logged] == ["step 40", "step 41", "step 43"]  # the 1st, 2nd and 4th
     assert "8.0 s for its batch; a usual step takes 0.5 s (stall number 1 of this launch)" in logged[0]
-    assert "indices [250, 17], the first in 00002.tar. If this recurs, raise data.workers (now 2)" in logged[0]
+    assert "samples [250, 17], the first in 00002.tar. If this recurs, raise data.workers (now 2)" in logged[0]
     assert list(read_events(tmp_path)) == []
     shares: list[Any] = []
     loop.events.merge(lambda own: [shares.append(own) or own])  # type: ignore[func-returns-value]
