@@ -451,6 +451,14 @@ def trained_towers() -> str:
     for by_arm in columns.values():
         for seeds in by_arm.values():
             results += seeds.values()
+
+    # runs on photographs with another learning rate than the one that was best on scenes
+    photographs = "photographs, 2 epochs"
+    for arm, seeds in _by_arm("photographs_rate").items():
+        rate = f"{next(iter(seeds.values())).run['lr']:g}"
+        cells = dict.fromkeys(columns, "-") | {photographs: gain(seeds, columns[photographs][PEER])}
+        rows.append([label(arm), rate, "-", *cells.values()])
+        results += seeds.values()
     head = [f"recall minus that of `{PEER}`", "learning rate", "final tau, scenes", *columns]
     return markdown(head, rows, results)
 
