@@ -15,6 +15,9 @@ pytestmark = pytest.mark.usefixtures("restored_logging")
 @pytest.fixture
 def restored_logging():
     loggers = [logging.getLogger(name) for name in (None, "neuclip_ds", "transformers", "DeepSpeed")]
+    for handler in list(loggers[0].handlers):
+        if handler.name == log.__name__:  # of a test that ran a command in this process
+            loggers[0].removeHandler(handler)
     before = [(logger.level, list(logger.handlers), list(logger.filters)) for logger in loggers]
     yield
     for logger, (level, handlers, filters) in zip(loggers, before, strict=True):
