@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 from uuid import uuid4
 
+from safetensors import SafetensorError
+
 from neuclip_ds.errors import UserError, counted
 from neuclip_ds.limits import fix_of_limit
 
@@ -244,6 +246,15 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
         except OSError:
             file.truncate(size)
             raise
+
+
+@contextmanager
+def safetensors_as_os_error() -> Iterator[None]:
+    """Turn a `SafetensorError`, which safetensors raises if it cannot write a file, into an `OSError`."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
 
 
 @contextmanager

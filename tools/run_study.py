@@ -147,8 +147,13 @@ def check_options(options: argparse.Namespace) -> None:
         )
     require_known("stage", options.stages, PLAN["stages"])
     plans = [PLAN["stages"][stage] for stage in stages_to_run(options)]
-    require_known("arm", options.arms, dict.fromkeys(arm for plan in plans for arm in plan["arms"]))
-    require_known("batch size", options.batch, dict.fromkeys(batch for plan in plans for batch in plan["batch"]))
+    arms: dict[str, None] = {}
+    batch_sizes: dict[int, None] = {}
+    for plan in plans:
+        arms |= dict.fromkeys(plan["arms"])
+        batch_sizes |= dict.fromkeys(plan["batch"])
+    require_known("arm", options.arms, arms)
+    require_known("batch size", options.batch, batch_sizes)
     _create_folder("--out", options.out)
 
 

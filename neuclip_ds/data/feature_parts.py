@@ -24,10 +24,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from neuclip_ds.files import atomic_write
+from neuclip_ds.files import atomic_write, safetensors_as_os_error
 
 EMBEDDING = "embedding.json"  # file that marks a folder of features, and describes the job that wrote them
 PART_SUFFIX = ".safetensors"
@@ -75,11 +74,8 @@ def write_part(folder: Path, part: FeaturePart) -> None:
             tensors[name] = np.ascontiguousarray(array)
     # all fields in one entry, because safetensors writes several entries in an arbitrary order
     metadata = {_METADATA: json.dumps({"job": part.job, "shard": part.shard, "samples": part.samples})}
-    with atomic_write(folder / part_name(part.shard)) as temporary:
-        try:
-            save_file(tensors, temporary, metadata)
-        except SafetensorError as error:  # also if the disk is full
-            raise OSError(str(error)) from error
+    with atomic_write(folder / part_name(part.shard)) as temporary, safetensors_as_os_error():
+        save_file(tensors, temporary, metadata)
 
 
 def map_part(file: FileIO) -> FeaturePart:

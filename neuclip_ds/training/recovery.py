@@ -114,13 +114,13 @@ def load_recovered_state(checkpoint: Path, context: RunContext, loss: Contrastiv
         files = StateFiles(checkpoint / STATE, verified=True)
         tau = loss.function.replicated_state().get(_TAU)
         if tau is not None:
-            _check_temperature(checkpoint, trained_temperature(files.replicated(OBJECTIVE)), float(tau))
+            check_temperature(checkpoint, trained_temperature(files.replicated(OBJECTIVE)), float(tau))
         files.fill({_TABLE: tables[_TABLE]})
         restored.append("statistics")
     log.info("recovered state from %s: %s", checkpoint, " and ".join(restored) or "none")
 
 
-def _check_temperature(checkpoint: Path, recovered_tau: Tensor | None, tau: float) -> None:
+def check_temperature(checkpoint: Path, recovered_tau: Tensor | None, tau: float) -> None:
     """Raise `UserError` if u was recovered at another temperature, or at one for each sample (None)."""
     if recovered_tau is None:
         raise UserError(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from neuclip_ds.checkpoint.sharded_state import SCALAR, StateFiles
 from neuclip_ds.errors import UserError
-from neuclip_ds.training.recovery import _check_temperature
+from neuclip_ds.training.recovery import check_temperature
 
 TUNE = ["--objective.method=tuneclip", "--optimizer.warmup_steps=0", "--objective.temperature.initial=0.05"]
 ENGINES = ["zero0_bf16", "zero1_fp32", "zero2_bf16_offload", "zero3_fp32", "zero3_bf16_offload"]
@@ -118,13 +118,13 @@ def test_other_weights_are_refused(shards: str, tmp_path: Path) -> None:
 
 
 def test_u_at_another_temperature_is_refused() -> None:
-    _check_temperature(Path("recovered"), torch.tensor(0.05).log().exp(), float(torch.tensor(0.05)))
+    check_temperature(Path("recovered"), torch.tensor(0.05).log().exp(), float(torch.tensor(0.05)))
     for recovered_tau, fix in (
         (torch.tensor(0.06), "set objective.temperature.initial=0.06"),
         (None, "recover again with recovery.loss=gcl"),
     ):
         with pytest.raises(UserError, match=fix):
-            _check_temperature(Path("recovered"), recovered_tau, 0.05)
+            check_temperature(Path("recovered"), recovered_tau, 0.05)
 
 
 def moments_of_a_method(method: str, shards: str, folder: Path, *options: str) -> None:

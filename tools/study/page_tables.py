@@ -232,7 +232,8 @@ def losses() -> str:
     rows.append([f"`{PEER}`, 32x batch", *(gain(best_large_batch(batch), peers[batch]) for batch in batches)])
     for arm in arms_of("finals"):
         if arm != PEER:
-            rows.append([label_on_heads(arm), *(gain(runs("finals", arm, batch), peers[batch]) for batch in batches)])
+            gains = [gain(runs("finals", arm, batch), peers[batch]) for batch in batches]
+            rows.append([label_on_heads(arm), *gains])
     head = ["recall minus that of `openclip`", *(f"B = {batch}" for batch in batches)]
     return markdown(head, rows, of_stages("finals", "gate"))
 
@@ -441,12 +442,13 @@ def trained_towers() -> str:
     for arm in arms_of("trained_scenes"):
         lr = next(iter(scenes[arm].values())).run["lr"]
         tau = statistics.mean(result.results["tau"] for result in scenes[arm].values())
-        gains = [gain(by_arm.get(arm, {}), by_arm.get(PEER, {})) for by_arm in columns.values()]
-        recalls = [mean(by_arm.get(PEER, {})) for by_arm in columns.values()]
         if arm == PEER:
-            rows.append([f"recall of `{PEER}`", f"{lr:g}", f"{tau:.3f}", *recalls])
+            title = f"recall of `{PEER}`"
+            cells = [mean(by_arm.get(PEER, {})) for by_arm in columns.values()]
         else:
-            rows.append([label(arm), f"{lr:g}", f"{tau:.3f}", *gains])
+            title = label(arm)
+            cells = [gain(by_arm.get(arm, {}), by_arm.get(PEER, {})) for by_arm in columns.values()]
+        rows.append([title, f"{lr:g}", f"{tau:.3f}", *cells])
     results: list[Result] = []
     for by_arm in columns.values():
         for seeds in by_arm.values():
@@ -456,8 +458,8 @@ def trained_towers() -> str:
     photographs = "photographs, 2 epochs"
     for arm, seeds in _by_arm("photographs_rate").items():
         rate = f"{next(iter(seeds.values())).run['lr']:g}"
-        cells = dict.fromkeys(columns, "-") | {photographs: gain(seeds, columns[photographs][PEER])}
-        rows.append([label(arm), rate, "-", *cells.values()])
+        by_column = dict.fromkeys(columns, "-") | {photographs: gain(seeds, columns[photographs][PEER])}
+        rows.append([label(arm), rate, "-", *by_column.values()])
         results += seeds.values()
     head = [f"recall minus that of `{PEER}`", "learning rate", "final tau, scenes", *columns]
     return markdown(head, rows, results)

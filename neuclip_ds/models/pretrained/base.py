@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError, counted
+from neuclip_ds.files import safetensors_as_os_error
 from neuclip_ds.models.pretrained.files import read_json
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
 from neuclip_ds.models.towers import DualEncoder
@@ -201,10 +201,8 @@ def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
         if tensor.is_floating_point():
             tensor = tensor.float()
         plain[name] = tensor.contiguous().clone()  # safetensors requires contiguous tensors that share no memory
-    try:
+    with safetensors_as_os_error():
         save_file(plain, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # also if the disk is full
-        raise OSError(str(error)) from error
 
 
 def rename_prefixes(tensors: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
