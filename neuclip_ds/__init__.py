@@ -1,6 +1,6 @@
 """Large-scale CLIP training on DeepSpeed: OpenCLIP, SigLIP, FastCLIP, AmorLIP, NeuCLIP and TuneCLIP in one system.
 
-The names below are the stable interface; everything else, such as `neuclip_ds.losses.LossFunction`, may change.
+The names in `__all__` are the stable interface; everything else, such as `neuclip_ds.losses.LossFunction`, may change.
 """
 
 from importlib import import_module

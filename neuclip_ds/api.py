@@ -34,8 +34,8 @@ from neuclip_ds.training.hooks.optional import optional_hooks
 OneImage = str | PathLike[str] | bytes | Image.Image | NDArray[np.uint8] | Tensor
 """One image, in any form that `Model.encode_images` accepts."""
 
-_ENCODED_AT_ONCE = 64  # most images or texts in one batch
-_DEFAULT_NAME = "run"  # of a run whose config names neither the run nor a recipe
+_ENCODED_AT_ONCE = 64  # maximum number of images or texts in one batch
+_DEFAULT_NAME = "run"  # name of a run that is trained from a `Config` without `run.name`
 
 _training = threading.RLock()  # held while a thread trains
 
@@ -44,7 +44,8 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
     """Train a model as `neuclip-ds train` does, on all ranks of a distributed launch or only in this process.
 
     Args:
-        recipe: a recipe's name, the path of a YAML file, or a `Config`, whose `run.name` is `run` by default.
+        recipe: a recipe's name, the path of a YAML file, or a `Config`. A `Config` without `run.name` names its run
+            `run`.
         hooks: `Hook` objects, whose methods are called before and after training steps.
         overrides: options that override the recipe's, nested or dotted: `optimizer={"lr": 1e-3}` or
             `**{"optimizer.lr": 1e-3}`. They cannot be combined with a `Config`.
@@ -53,8 +54,8 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
         The run, which is complete unless a hook stopped it.
 
     Raises:
-        UserError: the config or the data cannot be used, or another thread trains.
-        TypeError: a config is combined with overrides.
+        UserError: the config or the data cannot be used, or another thread of this process is training.
+        TypeError: a `Config` is combined with overrides.
         TrainingDiverged: losses or gradients stay non-finite, or replicated state differs between ranks.
         Interrupted: Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP stopped the run, which saved a checkpoint if training had
             started.
@@ -117,7 +118,7 @@ def _this_rank(device: torch.device) -> Communicator:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Raise `UserError` if another thread trains: the process group and the random state belong to the process."""
+    """Let one thread train at a time, because threads share the process group; raise `UserError` in any other."""
     if not _training.acquire(blocking=False):
         raise UserError("Another thread of this process is training: wait for it, or train in another process.")
     try:
@@ -155,7 +156,7 @@ class Run:
     Example:
         import neuclip_ds
 
-        # a repeated call resumes an unfinished run; this run is complete
+        # resumes this run if it is unfinished; a complete run is not trained again
         run = neuclip_ds.train("demo", max_steps=3, data={"batch_size": 32}, run={"name": "look"})
         print(run.results["loss"])
         features = run.model().encode_texts("a red circle")  # (1, d)
@@ -236,14 +237,17 @@ class Model:
     def logits(
         self, images: OneImage | Sequence[OneImage] | Tensor | NDArray[np.uint8], texts: str | Sequence[str]
     ) -> Tensor:
-        """Return the logits of n images and m texts, (n, m): cosine similarities / temperature + bias.
+        """Return the (n, m) logits of n images and m texts: cosine similarities / temperature + bias.
 
         A softmax over the texts classifies the images. For SigLIP models, the sigmoid of a logit is the probability
         that the image and the text match. See `encode_images` for the accepted images and the exceptions; a model
         without a temperature also raises `ValueError`.
         """
         if self.temperature is None:
-            raise ValueError("The model's checkpoint has no temperature: compare encoded images and texts without it.")
+            raise ValueError(
+                "The model's checkpoint has no temperature, which logits need: use the cosine similarities of "
+                "encode_images and encode_texts."
+            )
         logits = self.encode_images(images) @ self.encode_texts(texts).T / self.temperature
         return logits if self.bias is None else logits + self.bias
 

@@ -57,7 +57,7 @@ class RunConfig(Section):
     """Number of newest checkpoints to keep on disk, in addition to the one with the best `best_metric`."""
     max_skipped_steps: int = Field(10, ge=1)
     """Number of consecutive skipped steps (with a non-finite loss or gradient) after which the run returns to its
-    newest checkpoint. The run ends if it has no checkpoint, or if this happens again before training has passed these
+    newest checkpoint. The run fails if it has no checkpoint, or if this happens again before training has passed these
     steps."""
     remote: str | None = Field(None, min_length=1)
     """Folder in a remote store, such as s3://bucket/runs. Checkpoints, metrics and logs are copied to its subfolder
@@ -81,22 +81,22 @@ class RunConfig(Section):
     """Modules that register losses, imported before the options are checked: names of modules, or paths of .py files.
     `--plugin` adds one (docs/how-to/custom_loss.md)."""
     profile_steps: int = Field(0, ge=0)
-    """Number of steps to profile, after the first ten. The time and traffic of each phase of a step are written to
-    OUTPUT_DIR/NAME/profile/. `--profile` sets this option to 10."""
+    """Number of steps to profile, after the first ten steps of a launch; 0 profiles none. The time and traffic of each
+    phase of a step are written to OUTPUT_DIR/NAME/profile/. `--profile` sets this option to 10."""
 
     @field_validator("name")
     @classmethod
     def _name_is_one_folder(cls, name: str | None) -> str | None:
         if name is not None and not re.fullmatch(r"\w[\w.,=+@-]{0,199}", name):
             raise ValueError(
-                f"{name!r} cannot name a folder; use up to 200 letters, digits and any of _ . , = + @ -, the first one "
-                "a letter, a digit or _"
+                f"{name!r} is not a valid name of a run; use up to 200 letters, digits and any of _ . , = + @ -, and "
+                "begin with a letter, a digit or _"
             )
         return name
 
 
 class SourceConfig(Section):
-    """One of the data sources in a mixture."""
+    """One source in a mixture of data sources."""
 
     path: str = Field(min_length=1)
     """Pairs of the source, in any form that `data.train` accepts for a single source."""
@@ -162,7 +162,7 @@ class DataConfig(Section):
     """Seconds without a batch, and without new data of remote shards, after which a loader process is replaced. A
     remote read may stall for up to a tenth of this time."""
     captions: Annotated[list[str] | dict[str, Annotated[float, Field(gt=0)]], NoDecode] = Field(["txt"])
-    """Sources of captions: txt or a different member of the sample, such as syn.txt; txt:lines (one caption per line);
+    """Sources of captions: txt or another member of the sample, such as syn.txt; txt:lines (one caption per line);
     json:KEY (a string or a list). Each visit to a sample draws one caption; {"txt": 0.7, "syn.txt": 0.3} draws the
     caption's source with these probabilities."""
     decoder: Literal["simplejpeg", "pil"] = "simplejpeg"
@@ -184,7 +184,7 @@ class DataConfig(Section):
     """Maximum number of concurrent prefetches of remote shards per node. In addition, loader processes fetch the shards
     that they are waiting for."""
     max_outage: float = Field(3600, gt=0)
-    """Seconds that a batch may wait for remote storage that throttles or fails; after that, the run ends."""
+    """Seconds that a batch may wait for remote storage that throttles or fails; after that, the run fails."""
     crop_scale: float = Field(0.9, gt=0, le=1)
     """Smallest fraction of an image's area that the random resized crop keeps; 1 uses the evaluation crop instead."""
     augment: AugmentConfig = Field(default_factory=AugmentConfig)
@@ -365,8 +365,9 @@ class TextConfig(TowerConfig):
     """Number of attention heads in each block; must divide `width`."""
     packed: bool | Literal["auto"] = "auto"
     """Run the text tower only on the tokens of captions, without padding, which changes features only by rounding.
-    `true` needs a causal tower that is pooled at EOS, such as CLIP's; `auto` packs the captions of such towers on CPUs,
-    unless model.compile is `blocks` or `towers`. On GPUs, packing has been tested only with a simulated GPU so far."""
+    `true` needs a causal tower that is pooled at EOS and has no dropout, such as CLIP's; `auto` packs the captions of
+    such towers on CPUs, unless model.compile is `blocks` or `towers`. Packing has been tested on a simulated GPU, but
+    not on a real one yet."""
 
     def resolved_context_length(self) -> int:
         """Return the context length of a tower that is built from the config, by default 77."""
@@ -402,8 +403,8 @@ class ModelConfig(Section):
     embed_dim: int = Field(512, ge=2, le=1 << 16)
     """Dimension d of the joint feature space."""
     projection_dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout on the inputs of both projections to the joint space; 0.3 kept heads on frozen towers from overfitting
-    6,000 images."""
+    """Dropout on the inputs of both projections to the joint space. docs/tutorials/stored_features.md uses 0.3 against
+    overfitting of the projections of frozen towers."""
     activation_checkpointing: int | bool = False
     """Recompute activations in the backward pass instead of storing them, for all blocks (`true`) or for the first N
     blocks of each tower. A larger N uses less memory and takes more time."""
@@ -458,11 +459,13 @@ class ModelConfig(Section):
         trained = {self.trained("vision"), self.trained("text")}
         if self.lora.rank and trained <= {"all", "projection"}:
             raise ValueError(
-                "trainable=all or projection in both towers leaves no frozen blocks for lora; freeze blocks of a tower"
+                "lora.rank has no effect if both towers have trainable=all or projection; set the trainable option of "
+                "one tower to frozen or to a number of blocks, or omit lora.rank"
             )
         if not self.lora.rank and trained == {"frozen"}:
             raise ValueError(
-                "vision.trainable and text.trainable are frozen, so nothing trains; unfreeze part of a tower"
+                "vision.trainable and text.trainable are both frozen, so nothing trains; set one of them to projection "
+                "or all, or set lora.rank"
             )
         return self
 
@@ -628,8 +631,8 @@ class Config(Section):
     def micro_batch(self, world_size: int) -> int:
         """Return the number of pairs that a rank passes through the towers at a time.
 
-        Raises `UserError` if the ranks do not divide the global batch, or `data.micro_batch` does not divide a rank's
-        batch.
+        Raises `UserError` if the number of ranks does not divide the global batch, or if `data.micro_batch` does not
+        divide a rank's batch.
         """
         rank_batch = self.rank_batch(world_size)
         micro_batch = self.data.micro_batch or rank_batch

@@ -1,4 +1,4 @@
-"""Exceptions that end a run with one message or roll it back, and functions that word messages and explain errors."""
+"""Exceptions that end a run with one message or roll it back, and functions that format and explain errors."""
 
 import importlib.metadata
 import importlib.util
@@ -11,7 +11,7 @@ from pathlib import Path
 from neuclip_ds.limits import fix_of_limit
 
 _LONGEST_CAUSE = 500  # characters of an error that a message contains
-_HEAD = 300  # how many of them are its start; the others are its end, where libraries name the cause
+_HEAD = 300  # how many of them come from its start; the others come from its end, where libraries name the cause
 _SECRETS = (
     re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)[^/\s'\"@]+(?=@)"),  # USER:PASSWORD of a URL
     re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://[^\s'\"?]*\?)[^\s'\"]+"),  # query of a URL: a signature may have any name
@@ -97,7 +97,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def install_command(extra: str) -> str:
-    """Return the pip command that installs one of the package's extras, even for a clone that is not installed."""
+    """Return the pip command that installs an extra of the package, from this clone if the package is not installed."""
     try:
         importlib.metadata.distribution("neuclip_ds")
     except importlib.metadata.PackageNotFoundError:
@@ -129,7 +129,7 @@ def explained(problem: str, fix: str) -> Iterator[None]:
 
 
 def cause_of(error: BaseException) -> str:
-    """Return an error's text in one line without the middle of a long text, or the type's name if there is no text."""
+    """Return an error's text on one line, omitting the middle of a long text, or its type's name if it has no text."""
     text = " ".join(str(error).split()).rstrip(".")
     if len(text) > _LONGEST_CAUSE:
         text = f"{text[:_HEAD]} ... {text[_HEAD - _LONGEST_CAUSE :]}"

@@ -304,5 +304,9 @@ def best_effort(path: Path) -> Iterator[Path]:
         if is_power_of_two:
             reason = error.strerror or error
             log.warning(
-                "%s could not be written (failure %d): %s. The program continues without this file", path, count, reason
+                "%s could not be written: %s (failed attempts so far: %d). The program continues without this file; "
+                "check the disk",
+                path,
+                reason,
+                count,
             )

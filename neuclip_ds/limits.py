@@ -12,7 +12,7 @@ SHARED_MEMORY = Path("/dev/shm")  # torch shares tensors between processes here
 _FEWEST_FILES = 256
 _LONGEST_SOCKET = 107  # bytes of the path of a Unix socket (sun_path in sys/un.h, without the final zero)
 _SOCKET = "/pymp-xxxxxxxx/listener-xxxxxxxx"  # below TMPDIR, as multiprocessing names its sockets
-# parts of the messages of torch's and multiprocessing's errors that have no errno
+# parts of error messages from torch and multiprocessing, for errors that have no errno
 _FULL = "unable to allocate shared memory"
 _TOO_MANY_FILES = ("Too many open files", "items of ancdata")  # the second: no descriptor was left to receive one
 _LONG_PATH = "AF_UNIX path too long"
@@ -41,11 +41,11 @@ def fix_of_limit(error: BaseException) -> str:
 
 
 def fix_of_shared_memory() -> str:
-    """Return advice on enlarging shared memory, with its present size."""
+    """Return advice on enlarging shared memory, with its free and total size."""
     size = ""
     if SHARED_MEMORY.is_dir():  # some systems have shared memory elsewhere
         usage = disk_usage(SHARED_MEMORY)
-        size = f" ({usage.free / 1e9:,.2f} of {usage.total / 1e9:,.2f} GB are free)"
+        size = f" ({usage.free / 1e9:,.2f} of {usage.total / 1e9:,.2f} GB is free)"
     return (
         f"{SHARED_MEMORY} is too small{size}: start the container with the --shm-size that --dry-run prints, or lower "
         "data.workers or data.prefetch"
@@ -61,7 +61,7 @@ def shared_memory_shortage(needed: int) -> str | None:
 
 
 def low_limit() -> str | None:
-    """Return a message with the first limit that is too low for loader processes and its fix; None if all suffice."""
+    """Return a message about the first limit that is too low for loader processes, with a fix; None if all suffice."""
     if open_files() < _FEWEST_FILES:
         return f"Loader processes need {_FEWEST_FILES} open files: {_fix_of_open_files()}."
     folder = tempfile.gettempdir()

@@ -52,7 +52,7 @@ class TrainCommand(Config):
     hostfile: Path | None = None
     """With --dry-run: plan for the nodes in this hostfile instead of the ranks of this launch."""
     gpu_memory: float | None = Field(None, gt=0)
-    """With --dry-run: memory of one GPU in GB; the smallest ZeRO stage that fits is printed."""
+    """With --dry-run: memory of one GPU in GB; the lowest ZeRO stage that fits is printed."""
     measured: Path | None = None
     """With --dry-run: folder of a run of at least 20 steps with the same model, DeepSpeed config and method, from whose
     speed the hours of this run are estimated."""
@@ -214,7 +214,7 @@ def _cleared(base: dict[str, Any], over: dict[str, Any]) -> tuple[dict[str, Any]
 
 
 def _without(tree: dict[str, Any], sections: Sequence[str], key: str) -> dict[str, Any]:
-    """Return a tree without the key in the section at the end of the path `sections`, if the tree has it."""
+    """Return a tree without `key`, if the tree has it, in the section at the path `sections`."""
     if not sections:
         return {name: value for name, value in tree.items() if name != key}
     first, *others = sections
@@ -267,7 +267,7 @@ def _validate(model: type[M], tree: dict[str, Any]) -> M:
 
 
 def load_saved(path: Path) -> Config:
-    """Read the config.yaml of a run for a program that uses its model; the plugin of its loss need not be imported.
+    """Read the config.yaml of a run in order to use the run's model; the plugin of its loss need not be imported.
 
     Raises `UserError` if the file cannot be read or is not the config of a run.
     """

@@ -1,4 +1,4 @@
-"""The base class of all config sections, and functions that read and merge options, without importing torch."""
+"""Base class of all config sections, and functions that read and merge options; this module does not import torch."""
 
 import json
 import math
@@ -98,8 +98,8 @@ def read_options(path: Path) -> Any:
 def read_yaml(text: bytes | str) -> Any:
     """Return the content of a YAML document; None if it is empty.
 
-    Raises `ValueError` or `yaml.YAMLError` if it is invalid. Aliases that contain themselves or expand to more than
-    100,000 values are invalid, because merging and validating such options would never end.
+    Raises `ValueError` or `yaml.YAMLError` if the document is invalid. Aliases that contain themselves or expand to
+    more than 100,000 values are invalid, because merging and validating such options would take too long or never end.
     """
     loader = yaml.SafeLoader(text)
     try:

@@ -167,7 +167,7 @@ class Checkpoints:
             except UserError as error:
                 problem = problem_of(error)
             if self._communicator.rank == 0:
-                log.warning("checkpoint %s is not used: %s", name, problem)
+                log.warning("checkpoint %s is damaged; trying the next older one: %s", name, problem)
         if problem is not None:
             raise UserError(
                 f"No checkpoint in {self._folder} can be read. The problem with the oldest one: {problem} Restore a "
@@ -190,7 +190,8 @@ class Checkpoints:
     ) -> Path:
         """Save and verify the state after `step` steps; then delete the oldest checkpoints if more than `keep` exist.
 
-        `data` is stored in meta.json: the record of the training data, the states of the hooks, and what is compiled.
+        `data` is stored in meta.json: the record of the training data, the states of the hooks, and the compiled
+        parts of the towers.
         If any rank fails to write its files, the partial checkpoint is removed and all ranks raise `SaveFailed`.
         """
         target = step_folder(self._folder, step)
@@ -218,7 +219,7 @@ class Checkpoints:
         Returns None if no best evaluation has been recorded, its record is damaged, or its checkpoint does not exist.
         """
         best = self._communicator.on_rank_zero(self._find_best)
-        return None if best is None else Best(*best)  # JSON makes it a list
+        return None if best is None else Best(*best)  # sent as JSON, so a `Best` arrives as a list
 
     def keep_best(self, best: Best) -> None:
         """Record a new best evaluation, whose checkpoint is then kept regardless of its age."""
@@ -284,8 +285,8 @@ class Checkpoints:
                 free = shutil.disk_usage(self._folder).free
                 if free < needed:
                     raise SaveFailed(
-                        f"A checkpoint in {self._folder} needs {needed / 1e9:.3g} GB, but only {free / 1e9:.3g} GB of "
-                        "the disk are free."
+                        f"A checkpoint in {self._folder} needs {needed / 1e9:.3g} GB, but the disk has only "
+                        f"{free / 1e9:.3g} GB of free space."
                     )
                 for name in (f"{STATE}/files", *self._extra_files):
                     (partial / name).parent.mkdir(parents=True, exist_ok=True)
@@ -303,7 +304,7 @@ class Checkpoints:
             partial.rename(target)
             sync(self._folder)
             self._delete_old()
-        log.info("checkpoint %s", target)
+        log.info("saved checkpoint %s", target)
 
     def _delete_old(self) -> None:
         """Delete the oldest checkpoints beyond `keep`, except the best one; keep all while the best one is unknown."""

@@ -161,7 +161,7 @@ def _open(folder: Path, engine: Engine) -> StateFiles:
 
 
 def _described(name: str, shapes: Mapping[str, Sequence[int]]) -> str:
-    """Return a phrase about the shape of a parameter that a model may lack."""
+    """Describe the shape of a parameter, or its absence, for a message."""
     return f"the parameter {name} of shape {tuple(shapes[name])}" if name in shapes else f"no parameter {name}"
 
 

@@ -42,7 +42,7 @@ class RemoteRun:
         self._checkpoints = f"{self._root}/checkpoints"
 
     def is_folder(self, folder: Path) -> bool:
-        """Return whether the store's URL stands for `folder` on this machine."""
+        """Return whether the URL refers to `folder` on this machine."""
         return isinstance(self._fs, LocalFileSystem) and Path(self._root).resolve() == folder.resolve()
 
     def names(self) -> list[str]:

@@ -43,7 +43,7 @@ from neuclip_ds.models.trained_parts import TOWERS
 from neuclip_ds.models.weights_hash import weights_hash
 from neuclip_ds.recipe import load_saved
 
-MODEL = "model"  # folder of the description of the model, in the folder of a run and in each of its checkpoints
+MODEL = "model"  # folder with the model's description, in a run's folder and in each of its checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def find_best_checkpoint(run: Path) -> Path:
-    """Return a run's checkpoint with the best `run.best_metric`.
+    """Return a run's best checkpoint by `run.best_metric`.
 
     Raises `UserError` if no best checkpoint has been recorded, its record is damaged, or the checkpoint is missing. The
     checkpoint's files are not verified.

@@ -36,12 +36,14 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("folder", type=Path, help="folder for the manifest")
     parser.add_argument("sources", nargs="+", help="tars, folders, globs, brace patterns, URLs, or .txt lists of these")
     parser.add_argument(
-        "--no-checksum", action="store_true", help="read only the headers of local shards, and store no checksums"
+        "--no-checksum",
+        action="store_true",
+        help="scan local shards faster: read only their tar headers, and store no checksums",
     )
     parser.add_argument(
         "--from-side-files",
         action="store_true",
-        help="read only the counts in img2dataset's files next to the shards, not the shards",
+        help="read only the counts in img2dataset's files next to the shards, not the shards themselves",
     )
     parser.add_argument(
         "--skip-unreadable",
@@ -63,9 +65,10 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _workers(processes: int | None) -> AbstractContextManager[Executor | None]:
-    """Return a pool of local processes or, under `mpirun`, of the other ranks (or this rank if there are no others).
+    """Return a context manager that yields a pool of workers: local processes or, under `mpirun`, the other ranks.
 
-    Under `mpirun`, the context yields the pool on one rank, and None on the other ranks once the work is done.
+    Under `mpirun`, one rank gets the pool (which runs on that rank if there are no others), and the other ranks get
+    None once the work is done.
     """
     if not any(name in os.environ for name in _MPI):
         return process_pool(processes or os.cpu_count() or 1)
@@ -93,7 +96,7 @@ def _build(options: argparse.Namespace, executor: Executor) -> None:
     remote_shards = sum(not is_local(path) for path in paths)
     if remote_shards >= _MANY_SHARDS and not options.from_side_files:
         log.warning(
-            "%d remote shards are downloaded to be scanned; with --from-side-files, only img2dataset's counts are read",
+            "downloading %d remote shards to scan them; to read only img2dataset's counts, use --from-side-files",
             remote_shards,
         )
     with progress_bar("shards") as on_progress:

@@ -1,7 +1,7 @@
 """Check paths and packages in under a second, before the import of torch and DeepSpeed, which takes several seconds.
 
-Every rank runs these checks, so a mistake in the config ends all ranks. Later checks find other mistakes, such as a
-model that is not on the hub.
+Every rank runs these checks, so a mistake in the config makes all ranks exit. Later checks find other mistakes, such as
+a model that is not on the hub.
 """
 
 import re
@@ -38,7 +38,7 @@ def check_run(config: Config) -> None:
     check_model("model.pretrained", model.pretrained)
     _check_if_path("model.vision.pretrained", model.vision.pretrained)
     _check_if_path("model.text.pretrained", model.text.pretrained)
-    if not (run.output_dir / str(run.name) / TOKENIZER).is_dir():  # else the run resumes with its copy
+    if not (run.output_dir / str(run.name) / TOKENIZER).is_dir():  # otherwise, the run resumes with this tokenizer
         _check_if_path("model.text.tokenizer", model.text.tokenizer or "")
     for path in data.train_paths:
         check_path("data.train", path)
@@ -60,7 +60,8 @@ def check_run(config: Config) -> None:
 def check_model(option: str, name: str) -> None:
     """Raise UserError if `name`, a value of `model.pretrained`, is neither an existing path nor of the form OWNER/NAME.
 
-    Names that start with `open_clip:` need the open_clip package instead, and an empty name is valid.
+    OWNER/NAME counts as a path if OWNER is a local folder. Names that start with `open_clip:` need the open_clip
+    package instead, and an empty name is valid.
     """
     if name.startswith(_OPEN_CLIP):
         require_package("open_clip", f"{option}={name}", "open_clip")
@@ -86,7 +87,10 @@ def check_path(option: str, path: str) -> None:
 
 
 def _check_if_path(option: str, name: str) -> None:
-    """Raise UserError if a name that starts with /, ./, ../ or ~ does not exist; others may be tags or hub names."""
+    """Raise UserError if `name` starts with /, ./, ../ or ~ but does not exist.
+
+    Other names are not checked, because they may be tags or names on the hub.
+    """
     if name.startswith(("/", "./", "../", "~")):
         check_path(option, name)
 

@@ -48,16 +48,16 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--output",
         choices=("joint", "trunk"),
-        help="normalized features of the joint space (the default), or the towers' pooled output before the projection"
-        " (the only choice for timm: and hf:)",
+        help="features to write: joint (default) for the normalized features of the joint space, or trunk for the "
+        "towers' pooled outputs before the projection (default, and the only choice, for timm: and hf:)",
     )
     parser.add_argument(
         "--crops",
         type=int,
         default=0,
         metavar="N",
-        help="encode the random crops of each image that training uses in epochs 0 to N - 1, instead of the evaluation "
-        "crop",
+        help="instead of the evaluation crop, encode the random crops that training makes of each image in epochs 0 to "
+        "N - 1",
     )
     default_crop_scale = DataConfig.model_fields["crop_scale"].default
     crop_scale_help = f"with --crops: the value of data.crop_scale in training (default: {default_crop_scale})"
@@ -118,8 +118,8 @@ def main(arguments: Sequence[str]) -> None:
     unreadable = summary.unreadable
     if unreadable:
         raise UserError(
-            f"{counted(len(unreadable), 'shard')} could not be read, so features are missing: run the command again. "
-            f"The first: {unreadable[0]}"
+            f"{counted(len(unreadable), 'shard')} could not be read, so their features are missing: run the command "
+            f"again. The first error: {unreadable[0]}"
         )
 
 
@@ -159,7 +159,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def write_features(options: argparse.Namespace) -> Summary:
-    """Write the features, with all ranks, and return a summary.
+    """Write the features on all ranks, and return a summary.
 
     Raises UserError if the model, the data or the output folder cannot be used.
     """

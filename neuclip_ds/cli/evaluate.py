@@ -9,7 +9,7 @@ Examples:
 
 A set of your own is a folder with one subfolder of images per class, a file of pairs (.csv, .tsv, .jsonl, .parquet),
 or a folder of any name in CLIP_benchmark's webdataset layout. Shards of pairs are tar files, a folder of tar files or
-a manifest, as in `data.val`. NAME=PATH gives a set a name, which by default is that of its folder or file. Tasks with a
+a manifest, as in `data.val`. NAME=PATH names a set; by default, its name is that of its folder or file. Tasks with a
 score in the results folder are scored again only if their data has changed.
 
 --blend scores averages of a fine-tuned run's initial weights (0) and final weights (1). For each average, it prints the
@@ -62,7 +62,12 @@ def main(arguments: Sequence[str]) -> None:
         required=True,
         help="evaluation sets, folders of sets, or shards of pairs; NAME=PATH gives a set or the shards a name",
     )
-    parser.add_argument("--tasks", nargs="+", default=[], help="names, keys or patterns of tasks (default: all found)")
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        default=[],
+        help="names, keys or patterns of evaluation sets to score (default: all); shards of pairs are always scored",
+    )
     parser.add_argument(
         "--out",
         type=Path,
@@ -75,7 +80,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--ema", action="store_true", help="score the moving average of a run's weights (ema.decay)")
     blend_help = "blends to score, such as 0,0.5,1: averages of a run's initial weights (0) and final weights (1)"
     parser.add_argument("--blend", type=_fractions, metavar="FRACTIONS", help=blend_help)
-    target_help = "task to compare with the others in --blend (default: the run's validation pairs)"
+    target_help = "with --blend: task to compare with all others (default: the run's validation pairs)"
     parser.add_argument("--target", metavar="TASK", help=target_help)
     options = parser.parse(arguments)
     if options.target is not None and options.blend is None:
@@ -101,7 +106,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _fractions(text: str) -> list[float]:
-    """Parse a list of numbers from 0 to 1, and return them in order, each once."""
+    """Parse comma-separated numbers from 0 to 1, and return them sorted, without duplicates."""
     return sorted({fraction(part) for part in text.split(",")})
 
 
@@ -185,7 +190,7 @@ def _open_tasks(
 
     Args:
         options: options of the command line.
-        config: config of the run that trained the model, if a run did.
+        config: config of the run that trained the model, or None if there is no such run.
         folder: folder for the manifests that have to be built.
         communicator: communicator between the ranks.
     """
@@ -242,7 +247,7 @@ def _name_of_model(options: argparse.Namespace, communicator: Communicator) -> s
 def _score_model(
     saved: SavedModel, data: _TaskData, folder: Path, options: argparse.Namespace, communicator: Communicator
 ) -> dict[str, Metrics]:
-    """Score a model on all tasks that have no score of their current data in a folder, and write the scores there.
+    """Score a model on all tasks without an up-to-date score in a folder, and write the scores there.
 
     Returns the metrics of all tasks in the folder, by key, on rank 0, and an empty dict on the other ranks.
     """
@@ -261,7 +266,7 @@ def _score_model(
     batch_size = max(1, options.batch_size)
     identity = {"model": saved.name, "precision": options.precision}
 
-    contents: dict[str, str] = {}  # of the tasks' data before it is scored, by key; only on rank 0
+    contents: dict[str, str] = {}  # task key -> identity of the data before it is scored; empty except on rank 0
 
     def find_unscored() -> list[str]:
         """Return the keys of tasks that need a score. A set is scored again if its files have changed."""
@@ -337,11 +342,11 @@ def _write_summary(folder: Path, task_list: TaskList, metrics: Mapping[str, Metr
 
 
 def score_blends(options: argparse.Namespace, communicator: Communicator) -> str:
-    """Score the blends in --blend, and without --out, update the run's report.
+    """Score the blends in --blend and, without --out, update the run's report.
 
     Returns a table on rank 0, and an empty string on the other ranks.
 
-    Raises UserError if an input is unusable, or the run's start cannot be blended with its result.
+    Raises UserError if an input is unusable, or if the run's initial and final weights cannot be blended.
     """
     from neuclip_ds.checkpoint.blend import blend
     from neuclip_ds.checkpoint.saved_model import SavedModel, open_model, read_result, read_start

@@ -1,4 +1,4 @@
-"""Open a local page that searches images with a model, or with two models side by side, and classifies images.
+"""Serve a local page that searches images with a model, or with two models side by side, and classifies images.
 
 Type a text query or drop an image, and the page shows the nearest images and captions. --images is a folder of image
 files (the caption of a.jpg is in a.txt) or shards, as in data.train. MODEL is a run's folder (its newest checkpoint), a
@@ -156,10 +156,10 @@ def open_models(options: argparse.Namespace) -> tuple[list[SearchableModel], Col
 def open_images(
     options: argparse.Namespace, embeddings: Sequence[Mapping[str, Any]], communicator: Communicator
 ) -> _Images:
-    """Open --images; `embeddings` describe the folders of features.
+    """Open --images; `embeddings` are the contents of embedding.json in the folders of --features.
 
-    Raises UserError if there are no images, the folders contain features of different captions, or they are given for a
-    folder of image files.
+    Raises UserError if there are no images, if the folders contain features of different captions, or if --features is
+    set but --images is a folder of image files.
     """
     from neuclip_ds.data.open_data import loader_options, open_data
     from neuclip_ds.embedding.collection import FolderImages, ShardImages

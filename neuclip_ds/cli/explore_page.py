@@ -1,8 +1,8 @@
 """The page of `neuclip-ds explore`, built with Gradio, and its server.
 
-Result images are part of the page, as small JPEGs that are made from the given images. The server therefore serves no
-files except Gradio's own and the query images that users drop, which it deletes when it stops. A
-Content-Security-Policy makes browsers refuse all requests to other hosts.
+Result images are embedded in the page as small JPEGs. The server therefore serves no files except Gradio's own and its
+copies of the query images that users drop or paste; it deletes these copies when it stops. A Content-Security-Policy
+makes browsers refuse all requests to other hosts.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def _refuse_urls(move: Callable[..., Awaitable[str | None]]) -> Callable[..., Aw
 
     async def move_file(path: str | None) -> str | None:
         if path is not None and "://" in path:
-            raise ValueError("The image must be a file, not an address.")
+            raise ValueError("The image must be a file, not a URL.")
         return await move(path)
 
     return move_file
@@ -237,7 +237,7 @@ def gradio_settings() -> Iterator[None]:
 
 
 def open_port(host: str, port: int) -> socket.socket:
-    """Listen at an address; raise UserError if that is impossible."""
+    """Return a socket that listens on a port; raise UserError if the port cannot be opened."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
@@ -248,7 +248,7 @@ def open_port(host: str, port: int) -> socket.socket:
 def make_app(page: Blocks, host: str) -> AsgiApp:
     """Return the app that serves the page.
 
-    A page on this machine's own address answers only requests to a local name, which prevents DNS rebinding.
+    If `host` is localhost or 127.0.0.1, the app answers only requests to these names, which prevents DNS rebinding.
     """
     import gradio
     from fastapi import FastAPI

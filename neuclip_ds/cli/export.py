@@ -1,4 +1,4 @@
-"""Write a trained model in the format of a library, with its tokenizer and a model card.
+"""Export a trained model, its tokenizer and a model card to transformers, open_clip or sentence-transformers.
 
 Examples:
   neuclip-ds export runs/vitb32_tuneclip --format transformers --out exported/vitb32_tuneclip
@@ -58,5 +58,5 @@ def main(arguments: Sequence[str]) -> None:
         checkpoint = seen_from_here(export_run(options.run, *settings, options.blend))
         written = str(checkpoint)
         if options.blend != 1:
-            written = f"a blend of {checkpoint} ({options.blend:g}) with its start ({1 - options.blend:g})"
+            written = f"a blend of {checkpoint} ({options.blend:g}) with its initial weights ({1 - options.blend:g})"
     print(f"Wrote {written} to {options.out} in {options.format} format.")

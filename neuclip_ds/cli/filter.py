@@ -1,7 +1,7 @@
 """Select samples by a numeric column and write their uids, which `build-manifest --uids` reads.
 
 FILES are the features that `neuclip-ds embed` wrote, or other parquet files with a column of uids, such as DataComp's
-metadata. The `similarity` column of features of the joint space contains the image-caption similarity, which DFN uses
+metadata. In features of the joint space, the `similarity` column contains the image-caption similarity, which DFN uses
 for filtering. A uid consists of 32 hex digits.
 
 Examples:
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> None:
     if options.near_duplicates is not None:
         candidates = selected.kept + selected.refined
         dropped = counted(selected.refined, "near-duplicate")
-        print(f"Dropped {dropped} of {candidates:,} samples; {list_path} lists what was dropped.")
+        print(f"Dropped {dropped} of {candidates:,} samples; {list_path} lists them.")
         if selected.refined > _MANY_NEAR * candidates:
             print(
                 f"warning: {selected.refined / candidates:.0%} of the samples were dropped as near-duplicates. A model "

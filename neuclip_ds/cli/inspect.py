@@ -1,4 +1,4 @@
-"""Look at a dataset before training on it: image sizes, caption lengths, repeated and unusable pairs, and pictures.
+"""Inspect a dataset before training: image sizes, caption lengths, repetitions, unusable samples, and pictures.
 
 Examples:
   neuclip-ds inspect /data/mine

@@ -33,8 +33,9 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None, command: str = "") -> None:
     """Run the command named by `command` or by the first argument.
 
-    The exit code is 0 (success), 1 (training failed), 2 (a mistake in the input) or 128 plus the number of the signal
-    that stopped the command. `--local_rank=N`, which launchers add, is ignored: the rank comes from the environment.
+    The exit code is 0 (success), 1 (training failed, or an unexpected error), 2 (a mistake in the input), or 128 plus
+    the number of the signal that stopped the command. `--local_rank=N`, which launchers add, is ignored: the rank comes
+    from the environment.
     """
     if argv is None:
         argv = sys.argv[1:]
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None, command: str = "") -> None:
     if arguments[0] == "--version":
         print(f"neuclip_ds {version('neuclip_ds')}")
         return
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch logs a stack trace when a store's server ends
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch logs a stack trace when a store's server stops
     let_idle_threads_sleep()
     atexit.register(ignore_stop_signals)
     with exit_on_mistake():

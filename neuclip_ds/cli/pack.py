@@ -32,8 +32,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("out", type=Path, help="folder for the shards; must be absent or empty")
     parser.add_argument("--image", help="column of images (default: image, filepath, path or a similar name)")
     captions = (
-        "columns of captions, each with the member to write it to (txt if omitted); default: caption, text or a "
-        "similar name"
+        "columns of captions, optionally with the member to write each to instead of txt (default: caption, text or a "
+        "similar name)"
     )
     parser.add_argument("--captions", nargs="+", default=[], metavar="[MEMBER=]COLUMN", help=captions)
     parser.add_argument("--shard-size", type=int, default=10_000, help="samples per shard")

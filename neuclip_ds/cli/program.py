@@ -72,12 +72,12 @@ def fraction(text: str) -> float:
 
 
 def positive_integer(text: str) -> int:
-    """Parse an option's integer from 1."""
+    """Parse an option's positive integer."""
     with suppress(ValueError):
         number = int(text)
         if number >= 1:
             return number
-    raise argparse.ArgumentTypeError(f"{text} is not an integer from 1")
+    raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):

@@ -8,7 +8,8 @@ Examples:
   deepspeed --num_gpus 8 --module neuclip_ds train cc12m_neuclip --data.train=manifests/cc12m
   torchrun --nproc-per-node 8 -m neuclip_ds train cc12m_neuclip --data.train=manifests/cc12m
 
-The same command resumes a run that was stopped. In a checkout, `train.py` does the same as `neuclip-ds train`.
+The same command resumes a run that was stopped. In a clone of the repository, `train.py` does the same as
+`neuclip-ds train`.
 """
 
 import json
@@ -155,7 +156,7 @@ def _help_text(every_option: bool) -> str:
 
 
 def _option(name: str, field: FieldInfo) -> str:
-    """Return an option's help: its name, the values that it accepts and its default, and its description below."""
+    """Return an option's help: a line with its name, accepted values and default, followed by its description."""
     default = field.get_default(call_default_factory=True)
     is_switch = name in TrainCommand.model_fields and field.annotation is bool
     values = "" if is_switch else f"={_kind(field.annotation)}"

@@ -1,4 +1,4 @@
-"""Change the colors of cropped training images, or apply a timm policy; all randomness comes from the sample's seed.
+"""Augment cropped training images with a timm policy or color changes; all randomness comes from the sample's seed.
 
 torchvision's and timm's own transforms are used, on PIL images as in open_clip and timm. They draw from the global
 random states of torch, numpy and Python, which are seeded for each image and restored afterward.

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 _MIN_SAMPLES = 1000  # fewer samples say little: 1 bad sample in the first 50 does not mean that 2% of the data is bad
 _RECENT_STEPS = 1000  # number of a rank's latest steps to which the wider limit applies
-_RECENT_FACTOR = 10  # wider limit / max_fraction: one damaged shard can give many bad samples in a few steps
+_RECENT_FACTOR = 10  # the wider limit in units of max_fraction; a damaged shard can give many bad samples in few steps
 
 
 class BadSampleLog:
@@ -26,7 +26,7 @@ class BadSampleLog:
 
     The run stops if more than `max_fraction` of the samples read so far are bad. It also stops if the fraction of bad
     samples in the last 1,000 steps of one rank exceeds ten times `max_fraction`, for example because a node has lost
-    its data. Both fractions are taken of at least 1,000 samples, even if fewer have been read.
+    its data. In both fractions, fewer than 1,000 samples count as 1,000.
 
     Args:
         folder: the folder of the file, which is created when the first bad sample is listed.
@@ -45,7 +45,7 @@ class BadSampleLog:
         self._max_fraction = max_fraction
         self._writes = writes
         self._recent = deque[tuple[int, int]](maxlen=_RECENT_STEPS)  # (samples, bad samples) per step of this rank
-        # what this rank has read since the last `take_new`
+        # counted on this rank since the last `take_new`
         self._new_seen = 0
         self._new_bad: list[BadSample] = []
         self._recorded = 0  # bad samples on this rank since the start
@@ -82,7 +82,7 @@ class BadSampleLog:
                 )
 
     def take_new(self) -> list[Any]:
-        """Return this rank's records since the last call, JSON-serializable, for `merge` on all ranks."""
+        """Return this rank's records since the last call as JSON values; `merge` takes those of all ranks."""
         new = [self._new_seen, [asdict(sample) for sample in self._new_bad], self._recent_problem()]
         self._new_seen = 0
         self._new_bad = []
@@ -104,8 +104,8 @@ class BadSampleLog:
             cause, count = self.causes.most_common(1)[0]
             raise UserError(
                 f"{self.bad} of {self.seen} samples cannot be used, more than "
-                f"data.max_bad_fraction={self._max_fraction} allows (the most frequent cause, {counted(count, 'time')}"
-                f": {cause}). Fix the samples that {self.path} lists with their shards, or raise "
+                f"data.max_bad_fraction={self._max_fraction} allows (the most frequent cause: {cause}, "
+                f"{counted(count, 'time')}). Fix the samples that {self.path} lists with their shards, or raise "
                 "data.max_bad_fraction."
             )
         if problem := next((problem for _, _, problem in new_of_ranks if problem is not None), None):

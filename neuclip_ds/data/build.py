@@ -42,7 +42,7 @@ OnProgress = Callable[[int, int], None]  # (shards done, total shards)
 RESUME = "choose another folder; with the same folder, the build resumes"
 
 _BUILDING = ".building"  # folder of an unfinished build's results
-_RESULTS_VERSION = 2  # version of the format of the results
+_RESULTS_VERSION = 2  # format version of the results
 _UNREADABLE = "unreadable_shards.jsonl"
 _MOST_COMPARED = 500_000_000  # maximum number of samples for which uids and images are compared
 _SHARDS_PER_PROCESS = 16  # scanning this many shards takes longer than starting a process
@@ -56,8 +56,9 @@ def build_manifest(
 ) -> Manifest:
     """Build an in-memory manifest of the tar files at `paths`, in the given order.
 
-    By default, there is one worker process per 16 shards, and at most one per CPU; `processes=1` scans in this process.
-    Raises UserError if a shard cannot be read, or if no sample has both an image and a caption.
+    By default, there is about one worker process per 16 shards, up to one per CPU. With `processes=1`, the default for
+    fewer than 16 shards, this process scans the shards. Raises UserError if a shard cannot be read, or if no sample has
+    both an image and a caption.
     """
     processes = processes or min(os.cpu_count() or 1, 1 + len(paths) // _SHARDS_PER_PROCESS)
     with process_pool(processes) if processes > 1 else nullcontext() as pool:
@@ -124,8 +125,8 @@ def _load_stored(folder: Path) -> Manifest | None:
     try:
         return load_manifest(folder)
     except UserError as error:
-        problem = str(error).rsplit(";", 1)[0]  # the rest is advice for manifests of the user
-        log.warning("rebuilding the stored manifest, because it cannot be used; you need not do anything. %s", problem)
+        problem = str(error).rsplit(";", 1)[0]  # the rest is advice about the user's own manifests
+        log.warning("rebuilding the stored manifest, because it cannot be used; no action is needed. %s", problem)
         return None
 
 

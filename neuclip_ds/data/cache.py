@@ -1,6 +1,6 @@
-"""Cache remote shards on a node's local disk, for all ranks and loader workers on the node.
+"""Cache remote shards and feature files on a node's local disk, for all ranks and loader workers on the node.
 
-The total size is limited. The folder contains:
+The total size is limited. Feature files are cached in the same way as shards. The folder contains:
 
     shards/HASH-NAME      a complete shard; its modification time is the time of its last use
     fetching/HASH-BYTES/  partial files of a shard that is being fetched, as a whole or in pieces
@@ -46,7 +46,7 @@ _BLOCK_OF_STAT = 512  # bytes, the unit of `st_blocks`
 
 
 class ShardCache:
-    """A least-recently-used cache of complete shards.
+    """A least-recently-used cache of complete shards and feature files.
 
     Raises UserError if the folder cannot be used as a cache, or if its disk is smaller than `capacity_bytes`.
 
@@ -266,7 +266,11 @@ class ShardCache:
             outage = self._folder / "outage"
             now = time.time()
             if _modified(outage) < now - _RETRY_AFTER:
-                log.warning("waiting for shards: %s cannot be fetched (%s)", retries.url, failure)
+                log.warning(
+                    "waiting for shards: %s cannot be fetched (%s); if this continues, check the storage",
+                    retries.url,
+                    failure,
+                )
             outage.touch()
             os.utime(outage, (now, now + pause + 2 * self.timeout))  # until the next attempt has ended
         return pause

@@ -108,5 +108,5 @@ def describe_exit(code: int) -> str:
     if code == -signal.SIGKILL:
         return "was killed (SIGKILL); if memory ran out, close other programs, or lower --processes (build-manifest)"
     if code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
+        return f"was killed by {signal.Signals(-code).name}"
     return f"ended with exit code {code}; its output above may name the reason"

@@ -79,8 +79,8 @@ def caption_numbers(seed: int, epochs: ArrayLike, indices: ArrayLike) -> NDArray
 class SampleReader:
     """Reads the stored bytes of samples, and describes samples that cannot be used.
 
-    `members` are the extensions of the members with captions. Raises UserError if a shard is remote and there is no
-    `cache`.
+    `members` are the extensions of the members that contain captions. Raises UserError if a shard is remote and there
+    is no `cache`.
     """
 
     def __init__(self, manifest: Manifest, members: Sequence[str], cache: ShardCache | None = None) -> None:
@@ -128,7 +128,7 @@ class PairDataset:
     features of the drawn caption, and of the drawn crop if a table has random crops. With such a table, `random_crops`
     is the number N of crops, and epoch e augments images as epoch e mod N does; otherwise, `random_crops` is 0. The
     tables `image_features` and `text_features` replace the images and the captions, which are then not decoded or
-    tokenized. With both of these tables, no shard is read, unless the draw of a caption depends on weights.
+    tokenized. With both of these tables, no shard is read, unless the caption sources have weights.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class _Pair:
 
 
 def _spread(values: Tensor | None, rows: Tensor, is_kept: Tensor, size: int) -> Tensor | None:
-    """Return (size, d) values: those of the given rows that are kept, and zeros in all other rows; None for None."""
+    """Return a (size, d) tensor: kept `values` at their `rows`, and zeros elsewhere; None if `values` is None."""
     if values is None:
         return None
     result = values.new_zeros(size, values.shape[1])

@@ -146,7 +146,7 @@ def _draw_index(weights: Sequence[float], number: int) -> int:
 
 
 def _read_texts(source: _Source, data: bytes) -> list[str]:
-    """Return the texts of a source in the bytes of its member."""
+    """Return the texts of a source, given the bytes of its member."""
     if not source.is_json:
         text = data.decode("utf-8-sig", "replace")
         return text.splitlines() if source.key == _LINES else [text]
@@ -181,7 +181,7 @@ def decode_pil(data: bytes, min_side: int | None = None) -> Decoded:
     short side then still has at least `min_side` pixels. By default, no image is scaled.
 
     Raises:
-        DecodeError: the format is not JPEG, PNG, WebP, GIF or BMP, the data are truncated or broken, there are more
+        DecodeError: the format is not JPEG, PNG, WebP, GIF or BMP, the data is truncated or damaged, there are more
             than 89 million pixels, or one side is more than 100 times as long as the other side.
     """
     return decode_header(read_header(data), min_side)

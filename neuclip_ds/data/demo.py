@@ -161,7 +161,7 @@ def make_demo_data(
         zero_shot: the number of zero-shot images, which are balanced across the classes.
         size: the side length of the images in pixels, from 16 to 1024.
         seed: the seed of all random choices.
-        processes: the number of processes; by default, one per core. With 1, this process renders all images.
+        processes: the maximum number of processes; by default, one per core. With 1, this process renders all images.
         on_progress: called with (images done, total images).
 
     Raises:

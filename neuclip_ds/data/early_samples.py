@@ -1,4 +1,4 @@
-"""Fetch the samples of the first batches before the rest of their shards, so that training begins at once.
+"""Fetch the samples of the first batches before the rest of their shards, so that training begins sooner.
 
 Otherwise, the first batch would wait for a whole shard of every stream. Each shard that the next batches read is
 fetched in pieces: first the ranges of bytes with their samples, then everything else. Pieces do not overlap, so no byte
@@ -34,7 +34,7 @@ _POLL = 0.01  # seconds
 
 
 class _Claim(NamedTuple):
-    """A piece of a shard that has been claimed, and the number of the shard."""
+    """A claimed piece of a shard, and the number of the shard."""
 
     number: int
     shard: PartialShard

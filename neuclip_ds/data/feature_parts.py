@@ -8,7 +8,7 @@
     text_start      int64 (n + 1,)         the captions of sample i are rows text_start[i] ... text_start[i + 1] - 1
     first_caption   int32 (n,)             number of the sample's first encoded caption among all of its captions
 
-The file's metadata consist of the job's hash (`job_hash`), the shard's number and the shard's number of samples.
+The file's metadata contains the job's hash (`job_hash`), the shard's number and the shard's number of samples.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Rows of features by global sample index, from a folder that `neuclip-ds embed` wrote for the same data."""
+"""Read stored features by global sample index, from a folder that `neuclip-ds embed` wrote for the same data."""
 
 import json
 import os
@@ -62,15 +62,15 @@ def join_features(pieces: Sequence[StoredFeatures]) -> StoredFeatures:
 
 
 class FeatureTable:
-    """Stored features of a dataset's samples; rows are read from memory-mapped files of one shard each.
+    """Stored features of a dataset's samples, read from memory-mapped files, one per shard.
 
     A sample takes (crops + captions) x d values of 2 or 4 bytes, and 20 bytes for its index and the numbers of its
     captions: 2,068 bytes for an image and a caption of width 512 in float16, so 2.1 TB for a billion samples
     (calculated). In memory, a table needs 16 bytes per shard. Local files are mapped in place; the page cache shares
-    them between processes. Remote files are fetched whole into the shard cache, which then also holds one feature file
-    for each shard that training reads at the same time (21 MB for 10,000 samples of this size). Each time
-    training is about to read a shard, the shard's feature file is fetched whole (neuclip_ds/data/prefetch.py), because
-    training reads the samples of a shuffle block in random order.
+    them between processes. Remote files are fetched into the shard cache when training is about to read their shards
+    (neuclip_ds/data/prefetch.py). They are fetched whole, because training reads the samples of a shuffle block in
+    random order. The cache therefore also holds one feature file for each shard that training reads at the same time
+    (21 MB for 10,000 samples of this size).
 
     Attributes:
         embedding: the content of the folder's embedding.json: the model, the options and the data of the job.
@@ -80,7 +80,7 @@ class FeatureTable:
         image_width: width d of the image features; None if the table has no image features.
         text_width: width of the text features; None if the table has no text features.
         dtype: dtype of the features.
-        cached_bytes: (n_shards,) size in the cache of each shard's feature file, in bytes; 0 for local files.
+        cached_bytes: (n_shards,) bytes that each shard's feature file takes in the cache; 0 for local files.
 
     Raises UserError if the features belong to other data, to shards in a different order or to other captions, or if
     any shard in use has no features.
@@ -139,7 +139,7 @@ class FeatureTable:
                 `Captions.all_captions`; by default, the first encoded caption.
 
         Returns:
-            Features (b, d), which are zero in rows without features; and a mapping of these rows to the reasons.
+            The features (b, d), which are zero in rows without features, and a mapping from these rows to the reasons.
 
         Raises:
             UserError: the folder has changed, or lacks a caption because only one caption of each sample was encoded.
@@ -432,7 +432,7 @@ def _check_fields(folder: str, embedding: Mapping[str, Any]) -> None:
 
 
 def cached_bytes(tables: Iterable[FeatureTable], manifest: Manifest) -> NDArray[np.int64]:
-    """Return the (n_shards,) size in the cache of each shard's feature files from all tables, in bytes."""
+    """Return how many bytes (n_shards,) each shard's feature files from all tables take in the cache."""
     total = np.zeros(manifest.n_shards, dtype=np.int64)
     folders = {table.folder: table for table in tables}  # the tables of two towers may share a folder
     for table in folders.values():

@@ -36,14 +36,14 @@ _FIXES = {
 _S3_CONNECTIONS = 10  # botocore's default for the connections to a server
 _IMPORT = 60.0  # extra seconds allowed for importing fsspec's backend
 _REFUSED = {301, 308}  # a bucket in another region; redirects that clients can follow never get here
-_WAITED_OUT = {408, 409, 425, 429, 499}  # timeouts, conflicts, too many requests and requests that a proxy gave up
+_WAITED_OUT = {408, 409, 425, 429, 499}  # timeouts, conflicts, too many requests, and requests that a client gave up
 _REFUSED_ERRNOS = {errno.EINVAL, errno.EPERM, errno.EACCES, errno.ENOSYS, getattr(errno, "EREMCHG", errno.EINVAL)}
 _WAITED_OUT_CODE = re.compile(
     r"timeout|throttl|slow_?down|limit_?exceeded|prior_?request|busy|aborted|timed_?out", re.I
 )
 _HTTP_ERROR = re.compile("[345][0-9][0-9]")
 _PARSER = "aiohttp.http_exceptions"  # aiohttp's errors about malformed answers; their `code` is not the server's status
-_LONGEST_CHAIN = 5  # most errors that are examined if errors wrap each other
+_LONGEST_CHAIN = 5  # maximum number of errors that are examined if errors wrap each other
 # types of errors of botocore, azure and google about credentials and settings, some of which say "not found"
 _REFUSED_TYPE = re.compile(
     r"Credential|Token|SSO|Profile|ConfigNotFound|ConfigParse|NoRegion|NoAuth|ClientAuthentication|RefreshError"
@@ -87,8 +87,8 @@ class Retries:
     """Exponential backoff between attempts to fetch a shard.
 
     The pauses have random lengths of up to 1, 2, 4 ... times `backoff` seconds, and at most 60 s. Retries end when the
-    storage has failed for `max_outage` s; at the fifth error of one of three kinds (access is refused, the data are
-    damaged, or a limit of this machine is reached); or at once if the shard does not exist, or the address or its
+    storage has failed for `max_outage` seconds; at the fifth error of one of three kinds (access is refused, the data
+    is damaged, or a limit of this machine is reached); or at once if the shard does not exist, or the address or its
     backend is wrong.
     """
 
@@ -209,7 +209,7 @@ def _kind(failure: BaseException) -> Kind:
             return kind
     if isinstance(failure, FileNotFoundError):
         return "missing"
-    if getattr(failure, "retryable", False):  # google's
+    if getattr(failure, "retryable", False):  # an attribute of google's errors
         return "outage"
     types = [base.__name__ for base in type(failure).__mro__]
     if isinstance(failure, PermissionError) or any(_REFUSED_TYPE.search(name) for name in types):
@@ -238,15 +238,15 @@ def _chain(failure: BaseException) -> Iterator[BaseException]:
 def _kind_of_answer(error: BaseException) -> Kind | None:
     """Classify an error by the code and the HTTP status of the server's answer; return None if there is no status.
 
-    The libraries store them in different attributes: `status` (aiohttp), `status_code` and `error_code` (azure), `code`
-    (gcsfs, google, urllib) and `response` (botocore, requests and huggingface_hub).
+    Storage libraries keep the code and the status in different attributes: `status` (aiohttp), `status_code` and
+    `error_code` (azure), `code` (gcsfs, google, urllib) and `response` (botocore, requests and huggingface_hub).
     """
     if type(error).__module__ == _PARSER:
         return None
     response = getattr_static(error, "response", None)
     # aiohttp's `code` is a deprecated property, which `getattr` would warn of
     values = [getattr_static(error, name, None) for name in ("status", "status_code", "code", "error_code")]
-    if isinstance(response, dict):  # of botocore
+    if isinstance(response, dict):  # botocore's
         values += [response.get("ResponseMetadata", {}).get("HTTPStatusCode"), response.get("Error", {}).get("Code")]
     else:
         values.append(getattr(response, "status_code", None))

@@ -108,7 +108,7 @@ def caption_lengths(captions: Sequence[str], tokenize: Callable[[list[str]], Ten
     """Count the tokens of n captions with a tokenizer that truncates and pads.
 
     A caption counts as truncated if its last word does not change the tokens. This works with every such tokenizer, but
-    misses captions of one word, and captions whose last word is only partly cut off.
+    does not detect truncated captions of one word, or captions whose last word is only partly cut off.
     """
     shortened = [caption.rpartition(" ")[0] for caption in captions]
     ids = tokenize([*captions, *shortened, _PADDED]).numpy()
@@ -123,14 +123,14 @@ def caption_lengths(captions: Sequence[str], tokenize: Callable[[list[str]], Ten
 
 
 def repeated_captions(captions: Sequence[str]) -> int:
-    """Return how many captions equal an earlier one."""
+    """Return how many captions are equal to an earlier caption."""
     return len(captions) - len(set(captions))
 
 
 def pair_warnings(
     captions: Sequence[str], lengths: CaptionLengths, repeated_images: int = 0, images: int = 0
 ) -> list[str]:
-    """Return a warning for each property of a sample of pairs that probably spoils a run.
+    """Return a warning for each property of a sample of pairs that is likely to harm training.
 
     Args:
         captions: captions of the sample.

@@ -15,7 +15,7 @@ from neuclip_ds.errors import UserError
 WINDOW = 8_000_000  # samples that are shuffled together on up to 16 nodes
 _WINDOW_PER_NODE = 500_000  # samples per node in the larger window for more than 16 nodes
 _WINDOW_RATIO = 2**-0.125  # ratio of successive window sizes, if several are tried
-_STREAMS = 64  # most streams on up to 64 nodes
+_STREAMS = 64  # maximum number of streams on up to 64 nodes; on more nodes, at most one per node
 FULL = 0.9  # the fraction of a cache that an interleave may need, and that shards for later batches may fill
 _SMALLEST_BLOCK = 100
 
@@ -96,7 +96,7 @@ def choose_interleave(
 
 
 def in_gigabytes(size: float) -> str:
-    """Return a size in bytes as a number of GB with three or more digits, without an exponent if it is large."""
+    """Return a size in bytes as a number of GB: three significant digits or, from 1,000 GB, a whole number."""
     return f"{size / 1e9:.3g}" if size < 1e12 else f"{size / 1e9:.0f}"
 
 

@@ -190,7 +190,7 @@ class RankBatch:
         for part, start, stop in zip(self._parts, self._starts[:-1], self._starts[1:], strict=True):
             if start < rows.stop and rows.start < stop:
                 if part is None:
-                    raise RuntimeError(f"Rows {rows.start} to {rows.stop} of a batch have been released.")
+                    raise RuntimeError(f"Some of the rows [{rows.start}, {rows.stop}) of a batch have been released.")
                 rows_of_part = slice(max(rows.start - start, 0), min(rows.stop, stop) - start)
                 views.append((part.image[rows_of_part], part.tokens[rows_of_part]))
         return views

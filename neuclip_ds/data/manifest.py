@@ -39,12 +39,12 @@ SHARD_FIELDS = tuple(field.name for field in fields(Shard))
 
 
 def shards_to_columns(shards: Sequence[Shard]) -> dict[str, list[Any]]:
-    """Return the values of each field of the shards."""
+    """Return the shards as columns: a list of values for each field name."""
     return {name: [getattr(shard, name) for shard in shards] for name in SHARD_FIELDS}
 
 
 def shards_from_columns(columns: Mapping[str, Sequence[Any]]) -> list[Shard]:
-    """Return the shards, given the values of each field."""
+    """Rebuild the shards from columns like those of `shards_to_columns`, ignoring other columns."""
     rows = zip(*(columns[name] for name in SHARD_FIELDS), strict=True)
     return [Shard(**dict(zip(SHARD_FIELDS, row, strict=True))) for row in rows]
 

@@ -190,6 +190,6 @@ def _check_possible(folder: Path, manifest: Manifest) -> None:
 def _unreadable(folder: Path, error: Exception | str) -> UserError:
     reason = " ".join(str(error).split())[:200]
     fix = "remove it and build it again"
-    if isinstance(error, OSError) and error.errno is not None:  # not of pyarrow, which raises it for damaged files
+    if isinstance(error, OSError) and error.errno is not None:  # for damaged files, pyarrow's OSError has no errno
         fix = "check the permissions and the storage"
     return UserError(f"The manifest in {folder} cannot be read ({reason}); {fix}.")

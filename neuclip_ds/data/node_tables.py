@@ -29,7 +29,7 @@ from neuclip_ds.data.sample_table import MEMBERS, SampleTable
 log = logging.getLogger(__name__)
 
 _LOCKS = 64  # number of lock files; many tables share each file
-_TABLES_PER_CHECK = 64  # space is checked for only one in this many small tables, because the check lists all files
+_TABLES_PER_CHECK = 64  # space is checked for only one small table in this many, because the check lists all files
 _MAGIC = b"NDStable"
 _HEADER = struct.Struct("<8sIIqq")
 _SIGNED = 12  # offset of the first byte that the CRC-32 covers
@@ -49,8 +49,8 @@ class NodeTables:
     def get(self, shard: str, source: Hashable, make: Callable[[], SampleTable]) -> SampleTable:
         """Return the table of a shard, mapped from its file; the first process that needs the table builds it.
 
-        `source` identifies the data from which the table is built; its `repr` must be the same in all processes.
-        A table that was built from a different source is not used. If the file cannot be written, the result is in this
+        `source` identifies the data from which the table is built; its `repr` must be the same in all processes. A
+        table that was built from a different source is not used. If the file cannot be written, the result is in this
         process's private memory.
         """
         path = self._folder / f"{name_of(shard)}.{name_of(repr(source))}"
@@ -83,7 +83,7 @@ class NodeTables:
             path.unlink(missing_ok=True)
 
     def _write(self, path: Path, data: bytes) -> None:
-        """Write a table, after removing the least recently used tables if there is no room for it."""
+        """Write a table; first make room for it if it is large, and for one in 64 small tables, chosen at random."""
         if len(data) * _TABLES_PER_CHECK > self._capacity_bytes or secrets.randbelow(_TABLES_PER_CHECK) == 0:
             self._make_room(len(data))
         temporary = path.with_suffix(f"{path.suffix}.{os.getpid()}")

@@ -39,7 +39,7 @@ def resolve(source: str) -> str:
 
 
 def open_data(source: str, data: DataConfig, communicator: Communicator, folder: Path) -> Manifest:
-    """Open the manifest of a dataset on all ranks; rank 0 builds it in `folder` if it does not exist.
+    """Open the manifest of a dataset on all ranks; if there is none, rank 0 builds it in a subfolder of `folder`.
 
     Raises UserError on all ranks if the data cannot be used, or if a node lacks some of the local shards.
     """
@@ -104,9 +104,10 @@ def open_tables(
     communicator: Communicator,
     cache: ShardCache | None,
 ) -> dict[str, FeatureTable]:
-    """Open folders of features, given by name, on all ranks.
+    """Open feature tables on all ranks; `folders` maps the name of each table to its folder.
 
-    Raises UserError if a folder cannot be read, or as `FeatureTable` does, for example for features of other data.
+    Raises UserError if a folder cannot be read, or if `FeatureTable` rejects it, for example because its features
+    belong to other data.
     """
     tables = {}
     for name, folder in folders.items():

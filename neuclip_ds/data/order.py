@@ -1,7 +1,7 @@
 """The sample order: a pure function of (manifest, batch size, interleave, seed, epoch, step).
 
-The order does not depend on the number of ranks and workers. Only the interleave is chosen for the nodes with which a
-run starts; a resumed run keeps it.
+The order does not depend on the number of ranks or workers. Only the interleave depends on the number of nodes with
+which a run starts; a resumed run keeps it.
 
 In each epoch, the shards are permuted and concatenated, which gives every sample a position 0 ... n - 1. The positions
 are split into S shard streams whose sizes differ by at most one, and every stream is shuffled in blocks of positions. A
@@ -43,7 +43,7 @@ class _ShardPermutation(NamedTuple):
 
 
 class GlobalOrder:
-    """A sample order, which determines the global sample indices of every batch of size B.
+    """An order of samples, which determines the global sample indices in every batch of size B.
 
     Args:
         shard_starts, shard_sizes: (n_shards,) the index of each shard's first sample, and each shard's sample count.
@@ -84,7 +84,7 @@ class GlobalOrder:
             )
         if drop_last and self.n < batch_size:
             raise UserError(
-                f"data.drop_last=true leaves no batch, because {self.n} samples do not fill one of "
+                f"data.drop_last=true leaves no batch, because the {self.n} samples are fewer than "
                 f"data.batch_size={batch_size}: lower data.batch_size, or set data.drop_last=false."
             )
         self.interleave = interleave or choose_interleave(len(self._sizes), batch_size)
@@ -163,7 +163,7 @@ class GlobalOrder:
         return [int(shard) for shard in shards[self._sizes[shards] > 0]]
 
     def resident_bytes(self, shard_bytes: ArrayLike, nodes: int = 1) -> int:
-        """Estimate the maximum total size in bytes of the shards that any node needs at one time in the first epochs.
+        """Estimate the largest total size in bytes of the shards that any node needs at once in the first two epochs.
 
         A node needs the shards of the current block in each of its streams and of the two blocks that will start next.
 
@@ -212,7 +212,7 @@ class GlobalOrder:
         return np.maximum(begin, 0), np.minimum(begin + self.interleave.block, self.stream_lengths[stream])
 
     def _slots(self, permutation: _ShardPermutation, position: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return, for each position, which shard contains it, as an index into the permuted order."""
+        """Return, for each position, the index in the permuted order of the shard that contains it."""
         return np.searchsorted(permutation.positions, position, side="right") - 1
 
     def _permutation(self, epoch: int) -> _ShardPermutation:

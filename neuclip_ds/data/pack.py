@@ -1,7 +1,7 @@
 """Pack tables of image-caption pairs into tar shards; neuclip_ds/cli/pack.py describes the columns of the tables.
 
     OUT/00000.tar       samples 000000000.jpg (or png, webp), .txt (or syn.txt ...), .json; the key is the row number
-    OUT/broken.jsonl    rows that could not be used, each with its number (from 0, without the header) and the reason
+    OUT/broken.jsonl    rows that could not be used: the row's number (from 0, without the header), image and reason
     OUT/retry.jsonl     the rows whose images could not be fetched because the storage failed: a table to pack later
 
 Rows with the same image path or bytes become one sample, because separate samples would be negatives of each other. The
@@ -50,7 +50,7 @@ _MAGIC = {"jpg": re.compile(rb"\xff\xd8"), "png": re.compile(rb"\x89PNG"), "webp
 _MEMBER = re.compile(rf"([^.:/]+\.)*{TEXT}")
 _GROUPS_AT_ONCE = 256  # groups of rows that are encoded at once; few, because they may contain images
 PAUSES = (1.0, 2.0, 4.0, 8.0, 15.0)  # seconds between the attempts to fetch an image while its storage fails
-_MAX_CHARACTERS = 200  # most characters of a name or reason in broken.jsonl, because a cell may contain an image
+_MAX_CHARACTERS = 200  # maximum length of a name or reason in broken.jsonl; a cell may contain an image
 RETRY = "retry.jsonl"  # name of the file with the rows whose storage failed
 _OUTAGE = "storage failed"
 
@@ -69,15 +69,15 @@ class Packed:
     rows: int
     pairs: int  # samples; all rows with the same image count as one
     causes: Counter[str]  # number of broken rows by cause
-    several: int  # samples with several captions, one per line of a text member
+    several: int  # samples with several captions in a text member, one per line
     lost: int  # broken rows that retry.jsonl lists, because the storage of their images failed
 
 
 def choose_columns(table: PairTable, image: str | None = None, captions: Sequence[str] = ()) -> Columns:
     """Return the columns to pack; by default, the first image and caption columns with recognized names.
 
-    Each of `captions` is MEMBER=COLUMN, or COLUMN for the member txt. Raises UserError if a column does not exist or is
-    not found, if a member is not txt or PREFIX.txt, or if two columns have the same member.
+    Each of `captions` is MEMBER=COLUMN, or COLUMN for the member txt. Raises UserError if a column does not exist, if
+    no column has a recognized name, if a member is not txt or PREFIX.txt, or if two columns have the same member.
     """
     image = image or table.find_column(IMAGE_COLUMNS, "image", "pass the name of the column with --image")
     captions = captions or [
@@ -184,7 +184,7 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def _shown(text: str) -> str:
-    """Return a text for a report: without secrets, and short even if it contains an image."""
+    """Return a text for a report, without secrets and shortened to 200 characters; it may contain an image."""
     shown = redact(text)
     return shown if len(shown) <= _MAX_CHARACTERS else f"{shown[:_MAX_CHARACTERS]}..."
 
@@ -237,7 +237,7 @@ def _group_rows(table: PairTable, image: str, columns: Sequence[str]) -> Iterato
 
 
 def _captions(columns: Columns, rows: Collection[Row]) -> dict[str, list[str]]:
-    """Return the captions from all rows of an image, keyed by member; several rows give each distinct caption once."""
+    """Return the captions of all rows with an image, keyed by member; if there are several rows, omit duplicates."""
     by_member = {}
     for member, column in columns.captions.items():
         captions_of_rows = [captions_of(row.cells[column]) for row in rows]

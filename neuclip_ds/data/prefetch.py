@@ -154,7 +154,7 @@ class RequestWindow:
 def early_samples(
     cache: ShardCache, manifest: Manifest, captions: CaptionSources, order: BatchOrder, rows: Sequence[slice]
 ) -> EarlySamples | None:
-    """Return the `early_samples` of a `Prefetcher` for the given rows; None if the manifest has no sample tables."""
+    """Return the `EarlySamples` of a `Prefetcher` for the given rows; None if the manifest has no sample tables."""
     if manifest.samples is None:
         return None
     reader = TarReader(manifest, Captions(captions).extensions, cache)
@@ -227,7 +227,10 @@ class Prefetcher(ForkProcess):
         self._reached.value = number
         if self.exitcode is not None and not self._warned:
             self._warned = True
-            log.warning("the prefetching process has ended: remote files are now fetched only when they are read")
+            log.warning(
+                "the prefetching process has ended, so remote files are now fetched only when they are read, and "
+                "training may be slower"
+            )
 
     def run(self) -> None:
         """Fetch shards until the process is killed."""

@@ -1,4 +1,4 @@
-"""Read ranges of bytes of remote shards, and notice servers that do not support ranges."""
+"""Read byte ranges of remote shards, and detect servers that do not support range requests."""
 
 import logging
 import threading
@@ -71,7 +71,7 @@ class RangeReader:
             # at the end of the file, one more byte is requested, to notice a longer file
             ends.append(end + 1 if end == file.size else end)
         size = sum(end - start for start, end in ranges)
-        limit = self._timeout + size / _SLOWEST  # of all requests together, not of the time without new bytes
+        limit = self._timeout + size / _SLOWEST  # for all requests together, not for the time without new bytes
         results = store.cat_ranges(paths, starts, ends, on_error="return", timeout=limit)
         checked: list[bytes | BaseException] = []
         for file, (start, end), result in zip(files, ranges, results, strict=True):
@@ -114,7 +114,7 @@ def server_of(url: str) -> str:
 
 
 def _supports_ranges(store: Any, path: str, size: int) -> bool:
-    """Return whether an HTTP server sends the second byte of a file alone; if it does not, the file is not read."""
+    """Return whether an HTTP server can send only the second byte of a file; if it cannot, the file is not read."""
     with store.open(path, size=size, cache_type="none") as file:
         file.seek(1)
         try:

@@ -114,7 +114,7 @@ class TarReader:
     def prefetch_samples(self, indices: Iterable[int]) -> None:
         """Start concurrent reads of the given samples, except samples of remote shards.
 
-        Cold reads are then 2 to 4 times faster.
+        In one measurement (2026-11-22), this made reads of samples outside the page cache 2 to 4 times faster.
         """
         for index in indices:
             shard, row = self._manifest.locate(index)
@@ -127,7 +127,7 @@ class TarReader:
                         os.posix_fadvise(self._file(shard).fileno(), offset, size, os.POSIX_FADV_WILLNEED)
 
     def byte_range(self, index: int) -> SampleRange | None:
-        """Return the range of a sample's bytes, or None if there are none, or more than one read allows (512 MiB).
+        """Return the range of a sample's bytes; None if it has no bytes, or more than one read allows (512 MiB).
 
         Raises UserError if the manifest's sample table cannot be read. The manifest must have sample tables, because
         other tables are made from whole shards.
@@ -168,7 +168,7 @@ class TarReader:
         return self._cache is not None and not is_local(path)
 
     def _open(self, shard: int) -> FileIO:
-        """Open a shard, which is fetched if it is remote and not cached."""
+        """Open a shard; first fetch it if it is remote and not cached."""
         listed = self._manifest.shards[shard]
         if self._cache is None or not self._is_copied(listed.path):
             file = FileIO(listed.path)  # closed when the last reference is gone

@@ -1,8 +1,7 @@
 """Sample tables: the offsets, checksums and keys of a shard's samples, stored as Parquet, one row group per shard.
 
 A manifest may contain these tables (`samples/part-*.parquet`). In that case, a shard can be opened without walking its
-headers, every read is compared with its checksum (if one was computed), and the manifest may list only some of the
-shard's samples.
+headers, every read is verified if checksums were computed, and the manifest may list only some of the shard's samples.
 """
 
 from __future__ import annotations

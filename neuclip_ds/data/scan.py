@@ -199,7 +199,7 @@ def _causes_of(index: ShardIndex, blank_bytes: int) -> list[str]:
     if index.unreadable:
         causes.append(
             f"{counted(index.unreadable, 'member is', 'members are')} ignored as sparse or as a link to another file: "
-            "write the tar again with the contents (tar --dereference --hard-dereference, without --sparse)"
+            "write the tar again with the files' contents (tar --dereference --hard-dereference, without --sparse)"
         )
     if blank_bytes:
         causes.append(
@@ -228,17 +228,22 @@ def _read(fd: int, table: SampleTable, row: int, member: str) -> bytes:
 
 
 def log_loss(scan: Scan) -> None:
-    """Log warnings if a shard is damaged, has bad samples, or has members that are ignored."""
+    """Log a warning if a shard is damaged, has no samples or has bad samples, and one for each of its `causes`."""
     shard = scan.shard
     if scan.lost_bytes:
         log.warning(
             "Shard %s is damaged: %d of %d bytes are lost; download it again", shard.path, scan.lost_bytes, shard.bytes
         )
     elif shard.n == 0 and shard.selection is None:
-        log.warning("Shard %s contains no samples", shard.path)
+        log.warning("Shard %s contains no samples; check how it was written, or omit it", shard.path)
     elif shard.n_bad:
         good = shard.n - shard.n_bad
-        log.warning("Shard %s: only %d of %d samples have both an image and a caption", shard.path, good, shard.n)
+        log.warning(
+            "Shard %s: only %d of %d samples have both an image and a caption; training skips the others",
+            shard.path,
+            good,
+            shard.n,
+        )
     for cause in scan.causes:
         log.warning("Shard %s: %s", shard.path, cause)
 

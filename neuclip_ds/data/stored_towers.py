@@ -21,7 +21,7 @@ TOWER_OF_TABLE: dict[str, Literal["vision", "text"]] = {IMAGE: "vision", TEXT: "
 
 
 def tower_folders(data: DataConfig) -> dict[str, str]:
-    """Return the folders that `data.image_features` and `data.text_features` name, by the names of their tables."""
+    """Return the folders set in `data.image_features` and `data.text_features`, keyed by the names of their tables."""
     folders: dict[str, str] = {}
     if data.image_features is not None:
         folders[IMAGE] = data.image_features

@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 IMAGE_COLUMNS = ("image", "filepath", "file_name", "filename", "image_path", "image_file", "path", "file", "jpg", "png")
 CAPTION_COLUMNS = ("caption", "text", "title", "captions", "sentence", "sentences", "txt", "alt_text")
 Quotes = Literal["auto", "on", "off"]
-"""Whether quotes enclose cells in CSV and TSV files; `auto` also refuses a cell that seems to contain other rows."""
+"""Whether quotes enclose cells in CSV and TSV files.
+
+`auto` means `on`, but also refuses a cell that seems to contain other rows.
+"""
 
 _TEXT = ".txt"
 _COMMA = ","
@@ -46,7 +49,7 @@ _BASE64_IMAGE = re.compile(r"(?:/9j/|iVBORw0KGgo|UklGR|R0lGOD|Qk)[A-Za-z0-9+/\s]
 
 
 class Row(NamedTuple):
-    """A row of a table, and the folder from which its relative image paths start."""
+    """A row of a table, and the base folder of its relative image paths."""
 
     folder: Path
     cells: dict[str, Any]
@@ -61,7 +64,7 @@ class PairTable:
     rows: int
     delimiter: str | None  # of CSV and TSV files whose quotes are checked, otherwise None
     has_quotes_option: bool = False  # whether messages may suggest --quotes
-    folder: Path | None = None  # from which relative image paths start; None for the folder of each row's file
+    folder: Path | None = None  # base folder of relative image paths; None for the folder of each row's file
 
     def read(self, columns: Sequence[str]) -> Iterator[Row]:
         """Yield every row with only the given columns, in order.
@@ -89,7 +92,7 @@ class PairTable:
     def _advice_on_quotes(self) -> str:
         if not self.has_quotes_option:
             return ""
-        return " To pack a table without quoted cells, set --quotes=off; if the cell is right, set --quotes=on."
+        return " To pack a table without quoted cells, set --quotes=off; if the cell is correct, set --quotes=on."
 
     def find_column(self, usual: Sequence[str], what: str, advice: str) -> str:
         """Return the first column in `usual` that exists, ignoring case; raise UserError with `advice` if none does.
@@ -110,8 +113,8 @@ def open_table(source: str, quotes: Quotes | None = None) -> PairTable:
     """Open a table of image-caption pairs; raise UserError if there is no table or it cannot be read.
 
     `source` is a CSV, TSV, JSON Lines or Parquet file, a folder or glob of such files, all of the same format, or a
-    folder of images with a .txt file of the same name next to each. None for `quotes` means `auto`, for callers
-    without an option --quotes, which the errors then do not suggest.
+    folder of images with a .txt file of the same name next to each. `quotes=None` means `auto` for a caller that has no
+    --quotes option: error messages then do not suggest the option.
     """
     from pyarrow import dataset  # slow to import, because it imports pandas
 
@@ -192,7 +195,7 @@ def _find_delimiter(file: Path, usual: str) -> str:
     try:
         with file.open(encoding="utf-8-sig", errors="replace") as lines:
             header = lines.readline(_MAX_HEADER)
-    except OSError:  # which is reported when the table is read
+    except OSError:  # reported when the table is read
         return usual
     return max((usual, "\t", _COMMA, ";"), key=header.count)
 

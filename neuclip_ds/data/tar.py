@@ -56,7 +56,7 @@ class ShardIndex(NamedTuple):
 
     samples: list[SampleEntry]
     gaps: list[Extent]  # damaged regions
-    split: int = 0  # samples whose key an earlier sample has, because the members of a sample are not adjacent
+    split: int = 0  # samples with the key of an earlier sample, for example because a sample's members are not adjacent
     repeated: int = 0  # members that are ignored, because an earlier member of the sample has their extension
     unreadable: int = 0  # members that are ignored, because they are sparse, or links to other files
 
@@ -95,7 +95,7 @@ class _Header(NamedTuple):
 
 
 class _Member(NamedTuple):
-    """A member of a tar; its extent is None for a link or a sparse file, and `target` is what a hard link names."""
+    """A member of a tar; `extent` is None for links and sparse files; `target` is the member that a hard link names."""
 
     name: str
     extent: Extent | None
@@ -264,7 +264,7 @@ def _verify_checksum(block: bytes) -> None:
     """Verify a header's checksum: the sum of its bytes (signed in some old tars), with the checksum field blank."""
     field = block[148:156]
     expected = _number(field)
-    excess = sum(field) - 8 * ord(" ")  # by which the sum over the block exceeds that with a blank field
+    excess = sum(field) - 8 * ord(" ")  # the sum over the block minus the sum with a blank field
     # the low half of Adler-32 is 1 + the sum of the bytes, modulo 65521, and takes a tenth of the time of sum()
     if (zlib.adler32(block) & 0xFFFF) == (expected + excess + 1) % 65521:
         return

@@ -45,7 +45,7 @@ from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer, named_
 
 log = logging.getLogger(__name__)
 
-_TOKENIZER_CAPTIONS = 200_000  # most samples whose captions train a tokenizer; enough for a vocabulary of CLIP's size
+_TOKENIZER_CAPTIONS = 200_000  # maximum samples whose captions train a tokenizer; enough for CLIP's vocabulary size
 _CAPTIONS_PER_ENTRY = 10  # number of these samples for each entry of a smaller vocabulary
 _CHECKED_CAPTIONS = 200  # samples whose captions are checked for truncation and repetition
 
@@ -72,7 +72,7 @@ class TrainingData:
         return reads_images(self.tables) or reads_captions(self.tables, self.loading.captions)
 
     def record(self) -> dict[str, Any]:
-        """Return the data's record for a checkpoint: content hash, held-out counts, and jobs of the stored features."""
+        """Return a checkpoint's record of the data: its hash, held-out counts, and the stored features' job hashes."""
         record: dict[str, Any] = {
             "hash": self.manifest.content_hash,
             "held_out": sorted(self.manifest.held_out.items()),
@@ -172,8 +172,8 @@ def open_training_data(
         _check_same_features(tables, meta["data"].get("features", {}))
     if communicator.rank == 0 and (unused := unused_sources(manifest, data.captions, loading.cache)):
         log.warning(
-            "data.captions names %s, but none of the up to %d samples that were read has such a caption: check "
-            "data.captions",
+            "data.captions names %s, but a check of up to %d samples found no such captions: correct data.captions, or "
+            "check the data",
             " and ".join(unused),
             CHECKED_SAMPLES,
         )
@@ -234,7 +234,7 @@ def _create_tokenizer(
     staged: Path,
     resumed: Path | None,
 ) -> CaptionTokenizer:
-    """Save and return the checkpoint's tokenizer; without one, as in a new run, the result of `new_tokenizer`."""
+    """Save and return the checkpoint's tokenizer; in a new run, or if the checkpoint has none, use `new_tokenizer`."""
     folder = staged / TOKENIZER
 
     def save() -> None:
@@ -267,5 +267,5 @@ def new_tokenizer(text: TextConfig, captions: Iterator[str]) -> CaptionTokenizer
 
             return clip_bpe(text.resolved_context_length())
         reason = "open_clip_torch, which has CLIP's vocabulary, is not installed"
-    log.info("a BPE of up to %d tokens is trained on the captions: %s", text.vocab_size, reason)
+    log.info("training a BPE tokenizer of up to %d tokens on the captions, because %s", text.vocab_size, reason)
     return train_bpe(captions, text.vocab_size, text.resolved_context_length())

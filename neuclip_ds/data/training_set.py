@@ -25,7 +25,8 @@ _HOLD_OUT_EVERY = 1000
 _FEWEST_HELD_OUT = 200
 _MOST_HELD_OUT = 10_000
 FEWEST_PAIRS = 10 * _FEWEST_HELD_OUT  # smallest training set from which `auto` holds out pairs
-_HELD_OUT_SHARDS = 100  # most shards from which pairs are held out, unless they are small; each may have to be fetched
+# maximum number of shards from which pairs are held out, unless the shards are small; each may have to be fetched
+_HELD_OUT_SHARDS = 100
 
 
 class TrainingSet:
@@ -34,8 +35,8 @@ class TrainingSet:
     Attributes:
         manifest: the concatenated manifests of all sources, without the held-out pairs.
         sources: options of each source; empty for a single dataset.
-        sizes_by_source: for each source, an (n_shards,) array of the samples used per shard (0 in the shards of other
-            sources).
+        sizes_by_source: for each source, an (n_shards,) array of the number of samples used from each shard (0 for the
+            shards of other sources).
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class TrainingSet:
             held_out = _choose_held_out(data, all_pairs.sizes)
         elif isinstance(data.val, int) and data.val != sum(held_out.values()):
             raise UserError(
-                f"data.val={data.val}, but at its start, the run held out "
+                f"data.val={data.val}, but when it started, the run held out "
                 f"{counted(sum(held_out.values()), 'training pair')}: set data.val={sum(held_out.values())}, "
                 "or give the run another name (--run.name)."
             )
@@ -84,7 +85,7 @@ class TrainingSet:
         return [Interleave(streams=interleave.streams, block=int(block)) for block in blocks]
 
     def orders(self, batch_size: int, seed: int, interleave: Interleave) -> list[GlobalOrder]:
-        """Return the order of each source's samples; for a single dataset, its order without `drop_last`."""
+        """Return a list with one order per source; a single dataset is one source. `data.drop_last` is not applied."""
         return [
             GlobalOrder(self.manifest.starts, sizes, batch_size, seed, interleave_of_source)
             for sizes, interleave_of_source in zip(self.sizes_by_source, self.interleaves(interleave), strict=True)

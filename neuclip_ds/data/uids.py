@@ -43,7 +43,7 @@ class UidFiles:
                     raise UserError(f"{name} is not sorted; sort it with numpy (np.sort) and save it again.")
 
     def count(self, uids: UidArray) -> NDArray[np.int64]:
-        """Return, for each of the q uids, how many times the files list it, (q,)."""
+        """Return how many times (q,) the files list each of the q uids."""
         counts = np.zeros(len(uids), dtype=np.int64)
         for listed in self._files:
             counts += np.searchsorted(listed, uids, side="right") - np.searchsorted(listed, uids, side="left")

@@ -30,7 +30,7 @@ from neuclip_ds.errors import UserError
 T = TypeVar("T")
 ProcessGroup = dist.ProcessGroup
 
-_MAX_PAGEABLE = 64 << 10  # maximum bytes of pageable memory that CUDA copies asynchronously; the host waits for more
+_MAX_PAGEABLE = 64 << 10  # maximum bytes that CUDA copies asynchronously from pageable memory
 
 # names of ranges in a profiler's trace
 STEP = "train step"
@@ -185,7 +185,7 @@ class Communicator:
         return self.begin_reduce_scatter(x, purpose).wait()
 
     def begin_reduce_scatter(self, x: Tensor, purpose: str) -> Pending:
-        """Start a `reduce_scatter` that overlaps computation; raise the same error."""
+        """Start a `reduce_scatter` that overlaps computation; raise `ValueError` as `reduce_scatter` does."""
         if self.world_size == 1:
             return Pending(x)
         if x.shape[0] % self.world_size:

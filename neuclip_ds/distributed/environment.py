@@ -27,7 +27,7 @@ _MPI = (
     ("PMI_RANK", "PMI_LOCAL_RANK", "PMI_SIZE"),  # HPE Cray
 )
 _BARE_PMI = ("PMI_RANK", "LOCAL_RANK", "PMI_SIZE")  # older process managers do not set a local rank
-# variables of launchers whose variable for the number of ranks this module does not know
+# rank variables of launchers for which this module knows no variable for the number of ranks
 _OTHER_RANKS = ("PMI_RANK", "PMIX_RANK", "MPI_LOCALRANKID", "ALPS_APP_PE", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK")
 
 _LAUNCHER_NAMES = ("deepspeed", "ds", "deepspeed.launcher.runner")
@@ -142,14 +142,14 @@ def refuse_missing_gpus(torch_build: str) -> None:
             launched = re.search(r"[/ ](?:deepspeed|ds)(?:\.launcher\.runner)? .*--num_gpus[ =](\d+)", command)
             if launched:
                 raise UserError(
-                    f"--num_gpus {launched[1]} requests GPUs, but {socket.gethostname()} shows no GPU: check "
+                    f"--num_gpus {launched[1]} requests GPUs, but {socket.gethostname()} has no visible GPU: check "
                     "nvidia-smi and CUDA_VISIBLE_DEVICES, and that torch is built for GPUs; or train on CPU cores with "
                     f"deepspeed --num_accelerators {launched[1]}."
                 )
 
 
 def _advice_on_gpus(gpus: Sequence[str]) -> str:
-    """Return the rest of a sentence about torch, and advice, for GPUs that torch cannot use."""
+    """Return the end of the message about GPUs that torch cannot use: NVIDIA's driver, if any, and advice."""
     if not any("nvidia" in gpu for gpu in gpus):
         return ". Check rocm-smi and HIP_VISIBLE_DEVICES; install torch for ROCm (pytorch.org)."
     driver = None

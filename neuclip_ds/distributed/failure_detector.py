@@ -85,7 +85,7 @@ class _Address:
 
 
 class FailureDetector:
-    """End all ranks when the `with` block fails on any rank.
+    """Ends all ranks if its `with` block fails on any rank.
 
     The exit code is 2 for a `UserError`, 128 + the signal's number for `Interrupted`, and otherwise 1. Rank 0 reports
     `UserError`, `Interrupted` or `TrainingDiverged` in one line. For any other exception, the rank that failed first
@@ -99,7 +99,7 @@ class FailureDetector:
 
     Attributes:
         communicator: communicator between the ranks. The caller must set it when the ranks have connected their process
-            groups; if it is not set within 5 minutes, all ranks end.
+            groups; if it is not set within 5 minutes, all ranks exit.
 
     Raises:
         UserError: the previous rank cannot be reached.
@@ -182,7 +182,7 @@ class FailureDetector:
         self._last_poll = now
         if self._previous_rank_ended and not self._store.check([f"left/{self._previous_rank}"]):
             if self._rank == 0 and self._longest_pause > _STORE_TIMEOUT:
-                text = f"it did not run for {self._longest_pause:.0f} s (suspended?), so the other ranks ended"
+                text = f"it did not run for {self._longest_pause:.0f} s (suspended?), so the other ranks exited"
                 return Failure(rank=0, host=self._host, text=text)
             return Failure(rank=self._previous_rank, host=self._host_of_previous_rank, text=_DIED)
         error = self._error
@@ -219,7 +219,7 @@ class FailureDetector:
                     if self._rank != 0 or self._store.check(all_left):
                         self._left.set()
                         return
-                elif self.communicator is not None and dist.is_initialized():  # after `leave`, only rank 0 works
+                elif self.communicator is not None and dist.is_initialized():  # not after `leave`: only rank 0 is busy
                     self._watch_progress(self.communicator)
                 self._wake.wait(0.05 if self._leaving else _POLL_INTERVAL)
                 self._wake.clear()
@@ -309,7 +309,7 @@ class FailureDetector:
             log.error("rank %d on %s failed; ending all ranks:", failure.rank, failure.host, exc_info=self._error)
         elif self._local_rank == 0 or (self._logs_for_previous_rank and failure.rank == self._previous_rank):
             # once per node, because each node may have a separate log
-            name = f"rank {failure.rank}" if failure.rank >= 0 else "a rank"  # of an unreadable message
+            name = f"rank {failure.rank}" if failure.rank >= 0 else "a rank"  # which sent an unreadable message
             log.error("ended because %s on %s failed: %s", name, failure.host, failure.text)
         sys.stdout.flush()
         sys.stderr.flush()

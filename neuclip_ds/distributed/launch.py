@@ -54,14 +54,14 @@ _STORE_DELAY = 3.0  # longest time in seconds that rank 0 keeps the store open f
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
 _LARGEST_REUSED_BLOCK = 2**31 - 1  # bytes
-_MAX_CHANGES = 300  # characters of a message about different configs
+_MAX_CHANGES = 300  # characters of a message that show the difference between two configs
 
 _joined: dist.ProcessGroup | None = None  # the process group that `join` has created, until `leave`
 
 
 @contextmanager
 def process_group(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
-    """Join the launched ranks in a process group for the duration of the block.
+    """Connect the launched ranks in a process group for the duration of the block, and yield its communicator.
 
     Within the block, this thread and the threads that it starts flush subnormal numbers to zero. The moments of weights
     that no longer receive gradients decay to subnormal numbers, which slow down CPUs.
@@ -84,7 +84,7 @@ def process_group(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
         _name_orphans()
     with ExitStack() as stack:
         if environment.world_size == 1:
-            stack.callback(_restore_variables, before)  # else other programs would take them for a launcher's
+            stack.callback(_restore_variables, before)  # programs started later must not see a launcher's variables
         problem = ""
         try:
             _choose_device(environment.local_rank)
@@ -122,7 +122,9 @@ def process_group(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
 def join(
     max_outage: float = 0.0, store: dist.Store | None = None, group_store: dist.Store | None = None
 ) -> Communicator:
-    """Join the launcher's process group, or reuse one that exists; DeepSpeed's engine uses the same group.
+    """Join the launcher's process group, or reuse an existing one, and return a communicator between its ranks.
+
+    DeepSpeed's engine uses the same group.
 
     Args:
         max_outage: as for `process_group`.
@@ -180,7 +182,7 @@ def _discover_with_mpi() -> None:
 
 
 def _name_orphans() -> None:
-    """Log a warning that names the ranks of killed launchers, which may occupy this machine, its port or the run."""
+    """Log a warning that names ranks whose launcher was killed: they may still use GPUs, the port or the run."""
     orphans = " ".join(str(pid) for pid in find_orphans())
     if orphans:
         log.warning(
@@ -208,7 +210,7 @@ def leave() -> None:
 
 
 def _restore_variables(before: Mapping[str, str]) -> None:
-    """Give the variables that `complete_environment` sets the values that they had before."""
+    """Restore the variables that `complete_environment` sets to their values in `before`."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         if name in before:
             os.environ[name] = before[name]
@@ -229,9 +231,9 @@ def _choose_device(local_rank: int) -> None:
     count = accelerator.device_count()
     if local_rank >= count:
         raise UserError(
-            f"{socket.gethostname()} shows this rank {counted(count, 'GPU')}, too few for local rank {local_rank} (the "
-            "first is 0): start one rank per GPU (slots in the hostfile), and let each rank see all GPUs of its node "
-            "(srun --gpus-per-node, not --gpus-per-task)."
+            f"Local rank {local_rank} on {socket.gethostname()} sees only {counted(count, 'GPU')} (local ranks count "
+            "from 0): start one rank per GPU (slots in the hostfile), and let each rank see all GPUs of its node (srun "
+            "--gpus-per-node, not --gpus-per-task)."
         )
     accelerator.set_device(local_rank)
 

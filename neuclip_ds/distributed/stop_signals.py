@@ -1,7 +1,7 @@
 """Signals that stop a program: raised as `Interrupted`, or only recorded so that the program chooses when to stop.
 
-Python runs a signal's handler in the main thread, between two bytecode instructions. A rank that is waiting in
-a collective therefore reacts only when the collective ends, or when another rank that received a signal ends all ranks.
+Python runs a signal's handler in the main thread, between two bytecode instructions. A rank that is waiting in a
+collective therefore reacts only when the collective ends, or when another rank that received a signal ends all ranks.
 """
 
 import os
@@ -16,7 +16,7 @@ from typing import Any
 
 from neuclip_ds.errors import Interrupted
 
-# launchers, SLURM's warning, Ctrl-C, a terminal that closes
+# sent by launchers, by SLURM as a warning, by Ctrl-C, and by a terminal that closes
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 # seconds after which the same signal counts as a second request; some launchers send it twice in a row
 _SECOND_REQUEST_AFTER = 1.0

@@ -23,7 +23,7 @@ class CaptionedImage:
 
 
 class Collection(Protocol):
-    """Images that are numbered from 0."""
+    """Interface of a collection of images, which are numbered from 0."""
 
     def __len__(self) -> int:
         """Return the number of images."""

@@ -223,7 +223,7 @@ def embed(
 
     The encoders must not run collectives, because the number of calls differs between ranks; they get at most
     `batch_size` images or captions at once. Raises UserError if the folder contains features from a different job, a
-    shard differs from the manifest, a feature is not finite, the disk is full, or loaders die repeatedly.
+    shard differs from the manifest, a feature is not finite, the disk is full, or loader processes die repeatedly.
     """
     written_before = set(communicator.on_rank_zero(lambda: parts.create(manifest)))
     missing = []

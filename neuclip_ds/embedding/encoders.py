@@ -1,4 +1,4 @@
-"""Functions that encode the images and the captions of a dataset: a dual encoder, or one encoder of another library."""
+"""Encode the images and captions of a dataset, with a dual encoder or a single encoder from timm or transformers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,12 +23,15 @@ Output = Literal["joint", "trunk"]
 """Stored features: normalized features in the joint space, or the towers' pooled outputs before the projection."""
 
 EncodeOne = Callable[[Tensor], Tensor]
-"""Function from uint8 pixels (b, 3, H, W) or int64 tokens (b, T) on the host to float32 (b, d) on the device."""
+"""Function from host tensors, uint8 pixels (b, 3, H, W) or int64 ids (b, T), to float32 features (b, d) on a device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrunkRecords:
-    """Records of the `image` and `text` trunks, which a run compares with its own trunks; `asdict` makes them JSON."""
+    """Records that identify the `image` and `text` trunks; a run compares them with records of its own trunks.
+
+    `asdict` makes them JSON-compatible.
+    """
 
     weights: Mapping[str, str] = field(default_factory=dict)  # results of `weights_hash`
     outputs: Mapping[str, Sequence[float]] = field(default_factory=dict)  # results of `trunk_output`; empty if unused
@@ -44,19 +47,19 @@ class FeatureEncoders:
     preprocessing: Preprocessing | None = None  # of images
     text: EncodeOne | None = None
     tokenize: Tokenize | None = None
-    pooling: Pooling | None = None  # of an encoder of captions from transformers
+    pooling: Pooling | None = None  # of a transformers text encoder
     context_length: int | None = None  # maximum number of tokens per caption
     trunks: TrunkRecords = field(default_factory=TrunkRecords)
 
     def image_width(self) -> int | None:
-        """Encode a black image, and return the width of the features; None without an encoder of images."""
+        """Encode a black image and return the width of its feature, or None if there is no image encoder."""
         if self.image is None or self.preprocessing is None:
             return None
         side = self.preprocessing.size
         return self.image(torch.zeros(1, 3, side, side, dtype=torch.uint8)).shape[1]
 
     def text_width(self) -> int | None:
-        """Encode a letter, and return the width of the features; None without an encoder of captions."""
+        """Encode a letter and return the width of its feature, or None if there is no text encoder."""
         if self.text is None or self.tokenize is None:
             return None
         return self.text(self.tokenize(["a"])).shape[1]
@@ -121,9 +124,9 @@ def record_trunks(
 def image_encoders(
     name: str, communicator: Communicator, dtype: torch.dtype, image_size: int | None = None
 ) -> FeatureEncoders:
-    """Open an encoder of images on all ranks; `name` and `image_size` are as in `locate_image_encoder`.
+    """Open an image encoder on all ranks; `name` and `image_size` are as in `locate_image_encoder`.
 
-    Raises UserError if there is no such encoder.
+    Raises UserError if there is no such encoder, or if its weights cannot be used.
     """
     fields = communicator.on_rank_zero(lambda: asdict(locate_image_encoder(name, image_size)))
     ref = ImageEncoderRef(**fields)
@@ -151,7 +154,7 @@ def text_encoders(
     pooling: Pooling | None = None,
     context_length: int | None = None,
 ) -> FeatureEncoders:
-    """Open an encoder of captions on all ranks; `name` is a folder or a name on the hub.
+    """Open a text encoder on all ranks; `name` is a folder or a name on the hub.
 
     `pooling` and `context_length` are as in `open_text_encoder`. Raises UserError if there is no such encoder, if
     neither `pooling` nor the encoder's config gives the pooling, or if the encoder takes fewer tokens than

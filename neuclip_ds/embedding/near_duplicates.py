@@ -28,12 +28,13 @@ def drop_near_duplicates(
 ) -> UidArray:
     """Return the uids of the samples to keep, in the order of the n distinct `uids`.
 
-    Larger values in `column` take precedence; near-duplicates have a cosine similarity of at least `threshold`. Writes
-    a CSV file with a line for each dropped sample to `list_path`: its uid, the uid of a near sample that was kept
-    before it, and their cosine similarity. The kept sample is the nearest one in earlier chunks or, if none of them is
-    near, in the same chunk. Features that are not normalized, such as those of a single encoder, are normalized for the
-    comparison. All n features stay in memory, in their stored dtype; chunks of `chunk` samples are compared at once.
-    Raises UserError if a folder contains no image features or cannot be read, or if the widths of features differ.
+    Samples with larger values in `column` take precedence; near-duplicates have a cosine similarity of at least
+    `threshold`. Writes a CSV file with a line for each dropped sample to `list_path`: its uid, the uid of a near sample
+    that was kept before it, and their cosine similarity. The kept sample is the nearest one in earlier chunks or, if no
+    sample there is near, in the same chunk. Features that are not normalized, such as those of a single encoder, are
+    normalized for the comparison. All n features stay in memory, in their stored dtype; chunks of `chunk` samples are
+    compared at once. Raises UserError if a folder contains no image features or cannot be read, or if the widths of
+    features differ.
     """
     row_of_uid = {}
     for row, (high, low) in enumerate(uids.tolist()):

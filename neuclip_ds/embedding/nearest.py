@@ -1,4 +1,4 @@
-"""Find the images and captions that are nearest to a text or an image, and classify images against names.
+"""Find the images and captions that are nearest to a text or an image, and classify images by class names.
 
 Searches are exact: usearch compares the query with all features, without an index that has to be built or tuned.
 """
@@ -57,7 +57,7 @@ class Features:
     values: NDArray[np.floating]  # (n, d), float16 or float32
 
     def nearest(self, query: Tensor, count: int) -> list[Match]:
-        """Return up to `count` rows with the largest cosine similarities to a (d,) query, largest first."""
+        """Return up to `count` matches with the largest cosine similarities to a (d,) query, largest first."""
         from usearch.index import MetricKind, search  # an optional package
 
         count = min(count, len(self.index))
@@ -73,14 +73,20 @@ class Features:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CollectionFeatures:
-    """A model's features of the images and captions of a collection, without those that cannot be used."""
+    """A model's features of the usable images and captions in a collection."""
 
     images: Features
     captions: Features
 
 
 class SearchableModel:
-    """A model with its features of a collection's images and captions; encodes queries and classifies images.
+    """A model that encodes queries and classifies images, with its features of a collection's images and captions.
+
+    Args:
+        name: display name.
+        encoders: encoders of images and of captions in one space.
+        temperature: divisor of the cosine similarities before the softmax over classes.
+        features: features of the collection.
 
     Attributes:
         name: display name.
@@ -88,13 +94,6 @@ class SearchableModel:
     """
 
     def __init__(self, name: str, encoders: FeatureEncoders, temperature: float, features: CollectionFeatures) -> None:
-        """
-        Args:
-            name: display name.
-            encoders: encoders of images and of captions in one space.
-            temperature: divisor of the cosine similarities before the softmax over classes.
-            features: features of the collection.
-        """
         self.name = name
         self._temperature = temperature
         self.features = features
@@ -165,7 +164,7 @@ def transform_of(encoders: FeatureEncoders) -> EvalTransform:
 
 @dataclass(frozen=True, kw_only=True)
 class _EncoderInput:
-    """The usable images of a range of a collection, and their captions."""
+    """The usable images in a range of a collection, and their captions."""
 
     pixels: Tensor  # uint8 (b, 3, H, W)
     index: list[int]  # numbers of the b images

@@ -26,7 +26,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionRows:
-    """The captions of n samples that are encoded, sample after sample."""
+    """The captions to encode, in the order of their n samples."""
 
     tokens: Tensor  # int64 (m, T)
     counts: Tensor  # int64 (n,), captions of each sample

@@ -27,9 +27,9 @@ _BATCH_ROWS = 1 << 17  # rows that are read at once
 
 
 class Rule(NamedTuple):
-    """Rule that selects values within inclusive bounds.
+    """Rule that selects values within inclusive bounds and, if `top` is not None, among the largest ones.
 
-    `top` is the fraction of all numeric values that are kept if they are within the bounds, or None for all.
+    `top` is a fraction of all numeric values in the column, including those outside the bounds.
     """
 
     minimum: float = -math.inf

@@ -97,7 +97,7 @@ def load_engine_config(config: Config, world_size: int) -> dict[str, Any]:
 
 
 def _require_lean_zero1(path: Path, engine: dict[str, Any]) -> None:
-    """Raise `UserError` unless `engine/lean_zero1.py` can replace the step of DeepSpeed under this config."""
+    """Raise `UserError` unless `engine/lean_zero1.py` can replace DeepSpeed's step under this config."""
     options = _Engine.model_validate(engine)
     problem = ""
     if precision(engine) != "bf16" or zero_stage(engine) != 1:

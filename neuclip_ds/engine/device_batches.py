@@ -155,7 +155,7 @@ class DeviceBatch:
         return launched.elapsed_time(fetched) / 1e3
 
     def micro_batches(self, passes: int) -> Iterator[MicroBatch]:
-        """Yield all micro-batches, `passes` times over; call this once.
+        """Yield all micro-batches `passes` times; call this once per batch.
 
         The current stream, not the host, waits for the copies. The last pass frees the host's pixels as they are used.
         """

@@ -1,4 +1,4 @@
-"""The engine: DeepSpeed's engine around the towers, with the passes of a training step.
+"""`Engine`, a wrapper of DeepSpeed's engine that runs the passes of the towers in a training step.
 
 Only this package uses DeepSpeed's engine object; other packages use `Engine`.
 
@@ -43,7 +43,7 @@ class WeightUpdate:
 
 @dataclass(frozen=True, kw_only=True)
 class _SecondPass:
-    """Inputs of the second pass over the micro-batches of a batch."""
+    """Inputs of the second pass over a batch's micro-batches."""
 
     micro_batches: Iterator[MicroBatch]
     count: int  # number of micro-batches
@@ -53,7 +53,7 @@ class _SecondPass:
 
 
 class Engine:
-    """DeepSpeed's engine around a `DualEncoder`; `start_engine` builds it.
+    """A wrapper of DeepSpeed's engine for a `DualEncoder`; `start_engine` builds it.
 
     Attributes:
         module: the towers.
@@ -104,7 +104,7 @@ class Engine:
         the second. The gradients are NaN, so that the update is skipped on all ranks.
 
         Args:
-            batch: a batch, whose shapes are used.
+            batch: a batch of the run; only its shapes are used.
 
         Raises:
             UserError: the device's memory is exhausted.
@@ -146,8 +146,8 @@ class Engine:
         Args:
             batch: the batch, whose micro-batches have equal sizes.
             pending: receives the features of each micro-batch as soon as they are computed, texts before images. After
-                the towers of the first micro-batch have been launched, its `begin_reads` is called, on all ranks at
-                the same point of the program.
+                the towers of the first micro-batch have been launched, `pending.begin_reads` is called, on all ranks
+                at the same point of the program.
             step: number of steps before this one, which selects the dropout masks.
 
         Returns:
@@ -334,10 +334,9 @@ class Engine:
 
     @contextmanager
     def changing_master_weights(self) -> Iterator[None]:
-        """Context in which master weights may change; at its end, the towers' weights are set to the master weights.
+        """Allow the `with` block to change master weights, and copy them to the towers' weights at the end.
 
-        All ranks must use this together. After an error, the towers' weights are not set, because this requires all
-        ranks.
+        All ranks must use this together. After an error, nothing is copied, because copying requires all ranks.
         """
         zero.release_gathered(self._deepspeed.optimizer)
         yield

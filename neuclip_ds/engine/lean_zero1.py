@@ -8,8 +8,9 @@ On several ranks, clipped updates may differ by rounding, because the norm is su
 
 On one rank, the parameters of a group are one bucket. On several ranks, a large group has buckets of 25 MB, which are
 summed during the last backward pass of a step. DeepSpeed stores a rank's shard as one contiguous part of a group, so a
-bucket is not scattered over all ranks: each part of it is reduced to the rank whose shard contains it. A group that is
-smaller than a bucket is summed with one reduce-scatter. All ranks start these collectives in the same order.
+bucket is not scattered over all ranks: each of its parts is reduced to the rank whose shard contains that part. A
+group that is smaller than a bucket is summed with one reduce-scatter. All ranks start these collectives in the same
+order.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from torch import Tensor, nn
 from neuclip_ds.distributed.communicator import Communicator, Pending
 
 BUCKET_ELEMENTS = 6_553_600  # 25 MiB in float32, DDP's default
-_CLIP_EPS = 1e-6  # DeepSpeed adds it to the norm before it divides
+_CLIP_EPS = 1e-6  # added to the norm in the denominator, as in DeepSpeed
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Reduction:
-    """A sum over ranks of a part of a gradient buffer."""
+    """The sum of a part of a gradient buffer over all ranks."""
 
     part: Tensor  # elements of the buffer: those that `owner` stores, or all
     owner: int | None  # rank that receives the sum in `part`; None: each rank receives its shard
@@ -101,7 +102,7 @@ class LeanZero1(BF16_Optimizer):
 
     DeepSpeed's engine calls the methods: `set_gradient_accumulation_boundary` before each backward pass,
     `update_hp_grads` after it, `reduce_gradients` after the last one of a step, and then `step` and `zero_grad`.
-    `use_lean_step` makes an instance.
+    `use_lean_step` replaces the class of DeepSpeed's optimizer with this class.
     """
 
     def prepare(self, shard_slices: Mapping[Tensor, Sequence[slice]], communicator: Communicator) -> None:
@@ -165,7 +166,7 @@ class LeanZero1(BF16_Optimizer):
         self._is_last_micro_batch = is_boundary
 
     def _after_gradient(self, number: int, parameter: Tensor) -> None:
-        """Complete a bucket when the backward pass has computed its last gradient."""
+        """Count a gradient that the backward pass has computed; complete its bucket if it was the last one missing."""
         bucket = self._buckets[number]
         bucket.missing -= 1
         if not bucket.missing:
@@ -215,13 +216,13 @@ class LeanZero1(BF16_Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Clip the gradients and update the weights, or skip the update if the norm is not finite on any rank.
+        """Clip the gradients and update the weights, or skip the update on all ranks if the norm is not finite.
 
         Sets `overflow` (whether the update was skipped) and `_global_grad_norm` (a float), which DeepSpeed's engine
         reads. The host waits for the device once.
         """
         self._is_first_micro_batch = True
-        # the norm over all ranks, which all skip the step if it is not finite; only reading it waits for the device
+        # the norm over all ranks: if it is not finite, all ranks skip the step; only reading it waits for the device
         norms = torch._foreach_norm(self._shard_parts or self._shards)  # a rank may store padding alone, which is zero
         square = torch.stack(norms).square().sum()
         norm = self._communicator.all_reduce(square, "norm and overflow").sqrt()
@@ -245,7 +246,7 @@ class LeanZero1(BF16_Optimizer):
 
 
 def _reductions_to_owners(buffer: Tensor, elements: slice, shards: Sequence[Tensor], rank: int) -> list[_Reduction]:
-    """Return the sums of consecutive elements of a buffer, one for each rank whose shard contains some of them."""
+    """Return one sum over ranks for each rank whose shard of a buffer contains some of the given elements."""
     reductions = []
     shard_size = len(shards[0])
     for owner in range(len(shards)):

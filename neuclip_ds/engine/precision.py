@@ -56,10 +56,10 @@ def set_matmul_precision(config: Config, engine: dict[str, Any], device: torch.d
 
 @contextmanager
 def fixed_library_algorithms(enabled: bool) -> Iterator[None]:
-    """If `enabled`, cuBLAS and NCCL use the same algorithms in every launch, unless the environment selects others.
+    """If `enabled`, let cuBLAS and NCCL use the same algorithms in every launch unless the environment selects others.
 
-    NCCL reads its variables when ranks connect; cuBLAS reads its variable at the first call. The block's end removes
-    the variables, so that they do not change later runs of this process and commands that it starts.
+    NCCL reads its variables when ranks connect; cuBLAS reads its variable at the first call. The variables are removed
+    at the end of the block, so that they affect neither later runs in this process nor commands that it starts.
     """
     added: list[str] = []
     if enabled:

@@ -170,7 +170,7 @@ def release_globals() -> None:
     """Undo ZeRO 3's process-wide changes: restore torch's linear function, and drop references to the model."""
     restore_linear()
     parameter_offload.FWD_MODULE_STACK.clear()
-    # a method's cache, whose keys contain modules; a decorator hides it
+    # the keys of this method's cache contain modules; a decorator hides the cached function
     method = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
     inspect.getclosurevars(method).nonlocals["func"].cache_clear()
 

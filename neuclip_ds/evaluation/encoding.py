@@ -15,7 +15,7 @@ Encode = Callable[[Tensor | None, Tensor | None], tuple[Tensor | None, Tensor | 
 """Function (uint8 images (b, 3, H, W) or None, tokens (b, T) or None) -> L2-normalized float32 features (b, d) or None.
 
 The function moves its inputs to the model's device and puts the model into evaluation mode. It may run collectives
-(under ZeRO-3), so all ranks must call it the same number of times, with inputs of the same shapes.
+(under ZeRO 3), so all ranks must call it the same number of times, with inputs of the same shapes.
 """
 
 
@@ -51,7 +51,7 @@ def encode_batch(encode: Encode, batch: Batch) -> EncodedBatch:
 
 @dataclass(frozen=True)
 class BatchEncoder:
-    """Encodes rows in equal-sized batches; the number of batches is the same on all ranks, as ZeRO-3 requires."""
+    """Encodes rows in equal-sized batches; the number of batches is the same on all ranks, as ZeRO 3 requires."""
 
     encode: Encode
     tokenize: Callable[[list[str]], Tensor]  # n texts -> (n, T) tokens

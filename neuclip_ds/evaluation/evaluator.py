@@ -41,7 +41,7 @@ from neuclip_ds.reporting.retrieved import Retrieved, write_retrieved
 _ANCHOR_SEED = 2_718_281  # the same anchors for every method and seed, independent of the run's order
 
 _VAL_SEED = 0  # seed of the choice among a held-out pair's captions
-_EXAMPLE_QUERIES = 6  # captions whose first images are kept for the report
+_EXAMPLE_QUERIES = 6  # captions whose top-ranked images are kept for the report
 _EXAMPLE_IMAGES = 6  # images that are kept for each caption
 
 # the loader's sources of pairs
@@ -69,7 +69,7 @@ class Evaluator:
 
         Raises:
             UserError: a set is unusable, `run.normalizer_anchors` is set for a method without normalizers, or
-                `run.best_metric` is set for a run without anything to evaluate on.
+                `run.best_metric` is set for a run that has nothing to evaluate on.
         """
         anchors = config.run.normalizer_anchors
         method = config.objective.method
@@ -97,7 +97,7 @@ class Evaluator:
         if config.run.best_metric and not self.measures:
             raise UserError(
                 f"run.best_metric={config.run.best_metric} needs an evaluation: set data.val, data.zero_shot or "
-                "data.evaluation_sets."
+                "data.evaluation_sets, or omit run.best_metric."
             )
         self._retrieved: list[Retrieved] = []  # examples of the last evaluation
         self._loader = self._start_loader()
@@ -132,10 +132,10 @@ class Evaluator:
         return results
 
     def write_examples(self, folder: Path, step: int) -> None:
-        """Write retrieved.json, the images that the last evaluation ranked first for some captions; call on one rank.
+        """Write the top-ranked images of some captions in the last evaluation to retrieved.json; call on one rank.
 
-        The file is in `folder`. Nothing is written if there are no held-out pairs, or before an evaluation. A sample
-        that cannot be read is listed without a picture.
+        The file is in `folder`. It is not written if there are no held-out pairs, or before the first evaluation. A
+        sample that cannot be read is listed without a picture.
         """
         pairs = self._held_out.pairs
         if pairs is None or not self._retrieved:
@@ -309,7 +309,7 @@ def open_held_out(config: Config, communicator: Communicator, folder: Path, trai
 
 
 def _read_sets(zero_shot_set: EvaluationSet | None, task_sets: Sequence[tuple[Task, Path]]) -> None:
-    """Read the tables and the headers of all shards, so that a run with a damaged set ends before its first step."""
+    """Read the tables and the headers of all shards, so that a run with a damaged set fails before its first step."""
     evaluation_sets = [open_task_set(task, path) for task, path in task_sets]
     if zero_shot_set is not None:
         evaluation_sets.append(zero_shot_set)

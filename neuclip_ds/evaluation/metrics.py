@@ -60,7 +60,8 @@ def hit_probability(ahead: Tensor, tied: Tensor, k: int, matches: Tensor | int =
         matches: (n,) counts of matches with this score; one match among the first k suffices.
 
     Returns:
-        (n,) float64 probabilities that a match is in the other k - ahead positions, which ties fill in random order.
+        (n,) float64 probabilities that a match is in one of the remaining k - ahead positions, which ties fill in
+        random order.
     """
     missed = torch.ones_like(ahead, dtype=torch.float64)
     for position in range(k):  # the position among the candidates with this score, from 0

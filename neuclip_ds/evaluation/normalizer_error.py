@@ -5,10 +5,10 @@ With the current model and temperatures, an anchor's true normalizer is the mean
     g_i = 1/(n-1) sum_{j != i} exp(l(s_ij - s_ii) / tau_i)
 
 where s_ij is the similarity of anchor i and partner j, an image anchor's negatives are texts, a text anchor's negatives
-are images, and l is the method's pair loss. With a reference model, s_ij stands for the similarity minus that model's
-similarity. The error is the logarithm of the method's estimate of g_i minus the logarithm of g_i. The estimate excludes
-the eps in NeuCLIP's alpha_i and the positive's contribution to AmorLIP's lambda_i, which is c/(B-1) if the positive has
-the weight c (neuclip_ds/losses/amorlip.py).
+are images, and l is the method's pair loss. TuneCLIP's losses divide by n instead of n - 1. With a reference model,
+s_ij stands for the similarity minus that model's similarity. The error is the logarithm of the method's estimate of g_i
+minus the logarithm of g_i. The estimate excludes the eps in NeuCLIP's alpha_i and the positive's contribution to
+AmorLIP's lambda_i, which is c/(B-1) if the positive has the weight c (neuclip_ds/losses/amorlip.py).
 
 A fixed sample of A anchors is encoded first, in batches of the training batch size, and the method estimates their
 normalizers. Every rank then stores all anchors, in O(A d) memory, and compares its n/K samples with them, one batch at

@@ -45,7 +45,7 @@ class Results:
             if self._model_path.is_file():
                 scored_model = json.loads(self._model_path.read_text(encoding="utf-8"))
             if scored_model != json.loads(json.dumps(model)):
-                other = "model.json, which names the model, is missing"
+                other = "unknown, because model.json is missing"
                 if scored_model is not None:
                     other = ", ".join(f"{name}: {value}" for name, value in scored_model.items())
                 raise UserError(
@@ -118,7 +118,7 @@ def _recall_table(metrics: Mapping[str, Metrics]) -> list[str]:
     ]
     for name, row in rows.items():
         of_prefixes = [metric.removesuffix(columns[0]) for metric in row if metric.endswith(columns[0])]
-        for prefix in of_prefixes:  # empty for the whole features
+        for prefix in of_prefixes:  # the empty prefix stands for the full features
             cells = [prefix + name, *(percent(row.get(prefix + column)) for column in columns)]
             lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -129,7 +129,7 @@ def _average_table(tasks: TaskList, metrics: Mapping[str, Metrics]) -> list[str]
     shown = {name: average for name, average in averages(tasks, metrics).items() if average.partial is not None}
     lines = []
     if shown:
-        lines += ["", "| average | of | score |", "|---|---|---|"]
+        lines += ["", "| average | tasks | score |", "|---|---|---|"]
     for name, average in shown.items():
         score = percent(average.value)
         if average.missing:

@@ -112,7 +112,7 @@ def recalls_of_pairs(
 def example_retrievals(
     encoded: Sequence[EncodedBatch], communicator: Communicator, queries: int, images: int
 ) -> list[Retrieved]:
-    """Return the best images of all ranks, up to `images`, for each of up to `queries` captions of evenly spaced pairs.
+    """For up to `queries` captions of evenly spaced pairs, return up to `images` best images over all ranks.
 
     The result is equal on all ranks and, up to rounding, does not depend on the number of ranks.
     """
@@ -132,7 +132,7 @@ def example_retrievals(
             texts[number] = own_texts[own_row[index]]
     texts = communicator.all_reduce(texts, "evaluation")
 
-    # each rank's best images, of which the best of all ranks follow
+    # each rank's best images, from which the best images of all ranks are chosen
     scores = score_matrix(texts, own_images)
     best = scores.topk(min(images, len(own_indices)), dim=1)
     own_best = []  # (-score, index) of the best images, for each query

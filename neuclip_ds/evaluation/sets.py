@@ -97,7 +97,7 @@ class EvaluationSet:
     """An evaluation set on disk, in one of the forms that the module's docstring shows."""
 
     path: Path  # folder or file of the set
-    kind: str  # `classification`, `retrieval`, or another text in dataset_type.txt, such as `multilabel`
+    kind: str  # `classification`, `retrieval`, or any other content of dataset_type.txt, such as `multilabel`
     contents: Hashable  # fingerprint for detecting copies with different contents
     samples: Callable[[], Iterator[Sample]]  # iterates over all samples, in order; raises UserError
     files: Callable[[], Iterator[Path]]  # iterates over all local files of the set; raises UserError
@@ -182,7 +182,7 @@ def open_labeled(path: Path) -> EvaluationSet:
     for template in labeled_set.templates:
         if PLACEHOLDER not in template:
             raise UserError(
-                f"{path / _TEMPLATES}: the template '{template}' lacks {PLACEHOLDER}, the place of the class name; "
+                f"{path / _TEMPLATES}: the template '{template}' lacks {PLACEHOLDER}, which stands for the class name; "
                 "add it."
             )
     # ranks with different numbers of prompts would wait for each other forever
@@ -304,7 +304,7 @@ def _open_images(path: Path) -> EvaluationSet:
 
 
 def _imagenet_prompts(path: Path, wordnet_ids: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return OpenAI's names of ImageNet classes and OpenAI's 80 templates, as in open_clip.
+    """Return OpenAI's class names for WordNet ids of ImageNet, and OpenAI's 80 templates, as in open_clip.
 
     Raises UserError if open_clip is not installed, or a class is not one of ImageNet-1k's.
     """

@@ -1,7 +1,7 @@
 """Batches of an evaluation set, sharded over the ranks so that exactly one rank processes each sample.
 
 A global batch contains up to `world_size * size` samples of the set; rank r takes samples r, r + world_size, and so on.
-All ranks finish after the same batch, without counting the samples first, so models that run collectives (ZeRO-3) can
+All ranks finish after the same batch, without counting the samples first, so models that run collectives (ZeRO 3) can
 be called once per batch. If a sample cannot be used, all ranks stop together at the batch with that sample.
 """
 

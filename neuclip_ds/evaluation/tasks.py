@@ -31,7 +31,7 @@ class GroupRule(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    field: str  # what the groups are, such as region; part of the metrics' names
+    field: str  # attribute that defines the groups, such as region; part of the metrics' names
     column: int
     worst: str  # name of the metric for the smallest accuracy
     accuracy: str = "acc"  # prefix of the other accuracies' names
@@ -61,7 +61,10 @@ class Task(BaseModel):
         return cls(key=f"{_USER_SET_PREFIX}{name}", name=name, folder=name, kind=kind, metric=metric)
 
     def find(self, paths: Sequence[Path]) -> Path | None:
-        """Return the first folder in `paths` with the name of the task's set, or this name without _test; or None."""
+        """Return the first of `paths` that is a folder with the name of the task's set, or None.
+
+        A folder whose name lacks the ending _test is returned only if no folder has the full name.
+        """
         for name in (self.folder, self.folder.removesuffix("_test")):
             for path in paths:
                 if path.name == name and path.is_dir():
@@ -69,7 +72,7 @@ class Task(BaseModel):
         return None
 
     def matches(self, pattern: str) -> bool:
-        """Return whether a pattern, in any case, matches the key, the name or the folder of the task."""
+        """Return whether a pattern matches the key, the name or the folder of the task; case is ignored."""
         identifiers = (self.key, self.name, self.folder)
         return any(fnmatch(identifier.lower(), pattern.lower()) for identifier in identifiers)
 
@@ -99,7 +102,7 @@ class TaskList(BaseModel):
         return self.model_copy(update={"tasks": (*self.tasks, *others)})
 
     def with_scored(self, metrics: Mapping[str, Mapping[str, Any]]) -> TaskList:
-        """Return a copy of the list with the user's sets that have an entry in `metrics`, which is keyed by task."""
+        """Return a copy of the list with the user's sets that have an entry in `metrics`; its keys are task keys."""
         user_tasks = []
         for key, metrics_of_task in metrics.items():
             if key.startswith(_USER_SET_PREFIX):

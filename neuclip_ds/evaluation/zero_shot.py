@@ -27,8 +27,8 @@ def classify(
 ) -> tuple[ClassAccumulator, list[GroupAccumulator]]:
     """Classify every image of a set once.
 
-    Return counts over the whole set, by class and, for each rule, by group, as in DataComp's WILDS and fairness sets.
-    Raise UserError on all ranks if the set is empty or one of its samples is unreadable.
+    Returns counts over the whole set, by class and, for each rule, by group, as in DataComp's WILDS and fairness sets.
+    Raises UserError on all ranks if the set is empty or one of its samples is unreadable.
     """
     classes = class_embeddings(encoder, image_set)
     counts = ClassAccumulator(len(classes), classes.device)
@@ -56,7 +56,7 @@ def classify(
 
 
 def zero_shot(encoder: BatchEncoder, image_set: EvaluationSet) -> dict[str, float]:
-    """Return the top-1 and top-5 accuracy over the whole set and the number of images, equal on all ranks."""
+    """Return the top-1 and top-5 accuracy over the whole set, and its number of images; all ranks get equal values."""
     counts, _ = classify(encoder, image_set)
     return {
         "zero_shot_top1": ratio(counts.top1, counts.support),
@@ -69,7 +69,8 @@ def zero_shot(encoder: BatchEncoder, image_set: EvaluationSet) -> dict[str, floa
 def class_embeddings(encoder: BatchEncoder, image_set: EvaluationSet) -> Tensor:
     """Return the (C, d) float32 class embeddings: the normalized mean of each class's normalized prompt features.
 
-    Prompts are sharded over ranks. Features are summed in float64, so that the number of ranks does not matter.
+    Prompts are sharded over ranks. Features are summed in float64, so that the number of ranks hardly affects the
+    result.
     """
     classes = len(image_set.class_names)
     templates = len(image_set.templates)

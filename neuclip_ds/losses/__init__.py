@@ -1,8 +1,8 @@
 """The contrastive losses; importing this package does not import torch.
 
 Start with contrastive_loss.py. It gathers the features (gather.py) and calls the method's loss function. A builder in
-the file of the method's paper, such as fastclip.py, composes this function from global_contrastive.py, pairs.py and
-temperature.py.
+the file of the method's paper, such as fastclip.py, composes this function from global_contrastive.py (except for
+SigLIP), pairs.py and temperature.py.
 """
 
 from importlib import import_module

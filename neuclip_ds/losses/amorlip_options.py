@@ -42,7 +42,8 @@ class AmortizedConfig(Section):
     positive_weight: float = Field(1.0, ge=0)
     """Weight c of the positive pair in the partition function: 1 in the paper, 1e-3 in the released scripts."""
     encoder_normalizer: Literal["ema", "combined"] = "ema"
-    """Normalizer of the encoders' loss: the EMA target net (paper), or the target that the nets fit (released code)."""
+    """Normalizer of the encoders' loss: the prediction of the EMA target net (`ema`, paper), or the target to which the
+    nets are fitted (`combined`, released code)."""
 
 
 # The schedule of tau is from the README's script, which also sets positive_weight=1e-3 and encoder_normalizer=combined;

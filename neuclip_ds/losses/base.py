@@ -83,7 +83,7 @@ class Stateful:
     """Base class of components that may have state, either replicated on all ranks or partitioned over ranks by row."""
 
     stores: Sequence[SampleStore] = ()
-    """Stores of the statistics of each sample."""
+    """Stores of per-sample statistics."""
     needs_index = False
     """Whether training needs each row's sample index."""
 

@@ -41,8 +41,9 @@ def problem_with_norms(image: Tensor, text: Tensor, valid: Tensor | None, not_fi
     for name, direction_errors in zip(("image_features", "text_features"), errors, strict=True):
         if not bool(direction_errors.isfinite().all()):
             return (
-                f"{name} contains NaN or infinite values: lower the learning rate, or mark such rows as invalid "
-                "(valid). If you use a GradScaler, pass it to ContrastiveLoss as scaler=..., which accepts such values."
+                f"{name} contains NaN or infinite values: lower the learning rate, or exclude such rows with the "
+                "argument valid. If you use a GradScaler, pass it to ContrastiveLoss as scaler=...; the loss then "
+                "accepts such values."
             )
         if not bool((direction_errors <= _TOLERANCE).all()):
             return f"{name} must have rows of norm 1: apply torch.nn.functional.normalize({name}, dim=-1)."
@@ -53,7 +54,7 @@ def problem_with_rows(index: Any, valid: Any, rows: int, samples: int) -> str | 
     """Return a message if `index` or `valid` cannot be used for a batch of `rows` rows, else None.
 
     Args:
-        index: (rows,) integers in [0, samples) in host memory where `valid`, or None.
+        index: (rows,) integers in host memory, in [0, samples) for valid rows; or None.
         valid: (rows,) bool in host memory, or None if all rows are valid.
         rows: number of rows of the batch.
         samples: size n of the dataset, or 0 if it is unknown because the loss does not need the index.
@@ -110,7 +111,7 @@ def problem_with_stored(name: str, image: Any, text: Any, rows: int, valid: Tens
                 f"tensors of the same shape ({rows}, D)."
             )
     if problem_with_norms(image, text, valid, not_finite=False) is not None:
-        return f"{name} must have finite rows of norm 1: normalize them, or mark such rows as invalid (valid)."
+        return f"{name} must have finite rows of norm 1: normalize them, or exclude rows with the argument valid."
     return None
 
 

@@ -1,4 +1,4 @@
-"""`ContrastiveLoss`: the loss of every training loop, the package's own trainer included."""
+"""`ContrastiveLoss`, the loss module for any training loop; the package's trainer uses it too."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ class ContrastiveLoss(nn.Module):
         print(loss_fn.metrics["batch_loss"], loss_fn.temperature)
 
     Attributes:
-        lr: current learning rate of the encoders. The temperature's learning rate follows it with
-            `temperature.schedule=encoder`, and that of the prototypes with `npn.order=joint`. Set `lr` after each
-            scheduler step: `loss_fn.lr = scheduler.get_last_lr()[0]`.
+        lr: current learning rate of the encoders. The learning rates of the temperature (with
+            `temperature.schedule=encoder`) and of the prototypes (with `npn.order=joint`) follow it. Set `lr` after
+            each scheduler step: `loss_fn.lr = scheduler.get_last_lr()[0]`.
         scaler: the training loop's `torch.amp.GradScaler`, if any. With a scaler, the loss reverts the state updates of
             a call whose step the scaler skipped, and accepts features that are not finite.
         validates: whether calls check their arguments.
-        function: the function of the gathered features that the method defines, with the method's state.
+        function: the method's loss as a function of the gathered features, with its state.
         metric_tensors: 0-dim metrics of the last call, by name, on the features' device.
         feature_gradient_norm: 0-dim norm of the last call's gradient with respect to the features of all ranks; None
             before the first call.
@@ -118,8 +118,9 @@ class ContrastiveLoss(nn.Module):
     ) -> None:
         """
         Args:
-            method: name of a loss, such as `fastclip_v3`, by default `openclip`; or the options of one, as in a run's
-                config; or a function that builds a loss that is not in the package (`neuclip_ds.losses.autograd_loss`).
+            method: name of a loss, such as `fastclip_v3`, by default `openclip`; or an `ObjectiveConfig`, such as
+                `config.objective` of a run; or a function that builds a loss from outside the package, such as the
+                result of `autograd_loss`.
             dim: width d of the features.
             samples: size n of the training set, required by methods that keep statistics per sample, by
                 `neuclip_queue` and by `temperature={"rule": "learned"}`.
@@ -135,22 +136,22 @@ class ContrastiveLoss(nn.Module):
             communicator: `Communicator` between the global batch's ranks, for a caller that counts its traffic; it
                 replaces `group` and `device`.
             scaler: see the `scaler` attribute.
-            undo: whether `undo()` can revert the last training call, which costs a copy of the state other than the
-                statistics per sample; it always can with a `scaler`.
+            undo: whether `undo()` can revert the last training call, which costs a copy of the state except for the
+                per-sample statistics. With a `scaler`, `undo()` always can.
             validate: whether to check the arguments of each call on all ranks, except for calls with `pending`. This
                 costs one small collective and, on a GPU, one host synchronization. Without validation, all ranks must
                 pass the same number of rows.
-            device: device of the state, until a call without `pending` moves the state to the features' device. If you
-                use `begin`, pass the features' device.
-            dtype: dtype of similarities, losses and state, until a call without `pending` changes it: to float64 for
+            device: initial device of the loss's state. A call without `pending` moves the state to the features'
+                device. `begin` does not move it, so if you use `begin`, set this to the features' device.
+            dtype: initial dtype of similarities, losses and state. A call without `pending` changes it to float64 for
                 features in float64, and to float32 for other features.
             spare_row: whether each table of statistics has an extra row, which calls without `index` use. If it is
                 False, pass `index` in every call.
             encoder_temperature: tau at step 0 if neither the options nor the method's defaults set it. Of the package's
                 methods, only `gcl` and `tuneclip` have no default. For encoders from a pretrained checkpoint, pass the
                 checkpoint's temperature as the option `temperature={"initial": tau}`.
-            encoder_bias: SigLIP's bias at step 0 if the option `bias` under `siglip` is None; its default is -10. For
-                encoders from a pretrained checkpoint, pass the checkpoint's bias as `siglip={"bias": bias}`.
+            encoder_bias: SigLIP's bias at step 0 if you pass `siglip={"bias": None}`; without this option, the bias is
+                -10. For encoders from a pretrained checkpoint, pass the checkpoint's bias as `siglip={"bias": bias}`.
             options: options of the method, as under `objective:` in a recipe, such as `temperature={"rho": 6.5}` or
                 `npn={"lr": 0.05}`.
 
@@ -189,7 +190,7 @@ class ContrastiveLoss(nn.Module):
                 self._require_usable(stored_name)
         if self.function.needs_index and not samples:
             raise UserError(
-                f"{self._name} keeps state of each sample: pass the size of the training set as samples=..."
+                f"{self._name} needs the index of each sample: pass the size of the training set as samples=..."
             )
 
     @property
@@ -274,7 +275,7 @@ class ContrastiveLoss(nn.Module):
         return pending
 
     def abandon(self) -> None:
-        """Discard the batch of the last `begin` after an exception before the loss was called.
+        """Discard the batch that `begin` started; call this if an exception occurs before the loss is called.
 
         All ranks must call this method.
         """
@@ -312,7 +313,7 @@ class ContrastiveLoss(nn.Module):
                 `text_features` (DRRho-CLIP).
             teacher: image and text features of the samples from a teacher, in the same form, or a list with such a pair
                 for each teacher. The loss also trains the features' softmax over the batch to match the teachers'; the
-                options are under `objective.distill`. Stored features receive no gradient.
+                option `distill` contains the settings. Stored features receive no gradient.
 
         Raises:
             ValueError: with `validate=True`, on all ranks, if any rank's arguments are invalid, or ranks differ in
@@ -355,7 +356,7 @@ class ContrastiveLoss(nn.Module):
             elif not len(image_features) == len(text_features) == pending.rows:
                 raise RuntimeError(
                     f"The loss got {len(image_features)} images and {len(text_features)} texts, but begin() was "
-                    f"called with {pending.rows} indices."
+                    f"called with {pending.rows} indices: pass one image and one text for each index."
                 )
             # docs: forward
             batch = pending.gathered(self._dtype)
@@ -454,7 +455,8 @@ class ContrastiveLoss(nn.Module):
         The features are sent in the dtype of the state, so that rounding adds no error to the estimates.
 
         Returns:
-            For this rank's valid rows: (2, local) log of the estimated g, or -inf if there is none, and (2, local) tau.
+            Two (2, v) tensors for this rank's v valid rows, with row 0 for image anchors and row 1 for text anchors:
+            log of the estimated g (-inf where there is no estimate yet), and tau.
         """
         function = self.whole_function
         if not isinstance(function, GlobalContrastiveLoss):
@@ -482,8 +484,8 @@ class ContrastiveLoss(nn.Module):
                 change in the second pass only. If you omit the model, gradients are reduced in each micro-batch, and
                 both passes change these statistics.
             scale: factor by which all gradients are multiplied, or the `GradScaler` that provides it; by default, the
-                loss's `scaler`, if it has one. Pass the scaler rather than the result of its `get_scale()`, which does
-                not initialize the scaler.
+                loss's `scaler` if it has one, otherwise 1. Pass the scaler rather than the result of its `get_scale()`,
+                which does not initialize the scaler.
 
         Example:
             import torch
@@ -727,7 +729,7 @@ class ContrastiveLoss(nn.Module):
         if problem is None:
             problem = problem_with_norms(image, text, valid, not_finite=self.scaler is not None)
         if problem is None and index is None and training and self.function.needs_index:
-            problem = f"{self._name} keeps state of each sample: pass index."
+            problem = f"{self._name} needs the index of each sample: pass index."
         return problem
 
     def _pending_batch(
@@ -811,7 +813,7 @@ class ContrastiveLoss(nn.Module):
             },
         )
         for key, value in options.items():
-            if isinstance(value, dict) and key != "prefixes":  # whose keys are not options
+            if isinstance(value, dict) and key != "prefixes":  # the keys of `prefixes` are lengths, not options
                 for name, option in value.items():
                     built_with[f"{key}.{name}"] = option
             else:

@@ -89,7 +89,7 @@ def distill(batch: GatheredFeatures, tau: Tensor, config: DistillConfig, columns
     # the linear part: 1/(2B) (s_ii - sum_j q_ij s_ij)/tau for both anchors of each pair
     grid = student.grid
     factor = (1 / (2 * batch.size * tau)).expand(2, batch.size)
-    target_sum = grid.per_local_anchor(0.0)  # sum_j q_ij s_ij, if each anchor has its temperature
+    target_sum = grid.per_local_anchor(0.0)  # sum_j q_ij s_ij, only with individual temperatures
 
     def derivative(block: Block) -> Tensor:
         row_target, column_target = _targets(block, teachers, log_excess[1:])

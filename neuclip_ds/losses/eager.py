@@ -15,8 +15,8 @@ T = TypeVar("T")
 def not_compiled(function: Callable[P, T]) -> Callable[P, T]:
     """Return a function that runs without compilation, even when it is called from a compiled function.
 
-    Collectives, per-sample state and waits of the host would only split the caller's graph into many small ones.
-    `torch.compiler.disable` as a decorator would import the compiler, which takes two seconds, in every program.
+    Compiling collectives, per-sample state and host waits would only split the caller's graph into many small ones.
+    `torch.compiler.disable` as a decorator would import the compiler in every program, which takes about two seconds.
     """
 
     @functools.wraps(function)

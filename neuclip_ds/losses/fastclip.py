@@ -102,8 +102,8 @@ def fastclip_v3(config: ObjectiveConfig, context: LossContext) -> GlobalContrast
 
     tau/n sum_i [ log(eps + g1_i) + log(eps + g2_i) ] + 2 rho tau
 
-    Adam learns log(1/tau) at a constant learning rate, which is divided by 3 while tau < 0.03. Gamma falls from 1 to
-    gamma_min along a cosine. rho depends on the dataset, so recipes set it.
+    By default, Adam learns log(1/tau) at a constant learning rate, which is divided by 3 while tau < 0.03, and gamma
+    falls from 1 to gamma_min along a cosine. rho depends on the dataset, so recipes set it.
     """
     is_released = config.reference == "released_code"
     return GlobalContrastiveLoss(

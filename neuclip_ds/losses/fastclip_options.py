@@ -12,9 +12,10 @@ from neuclip_ds.section import Section
 
 class MovingAverageConfig(Section):
     gamma: Literal["cosine", "constant"] = "cosine"
-    """Schedule of gamma: FastCLIP's cosine, or SogCLR's constant gamma_min. Gamma is 1 when a sample is first seen."""
+    """Schedule of gamma, the weight of the current batch's estimate in the moving average: FastCLIP's cosine, or
+    SogCLR's constant gamma_min. Gamma is 1 when a sample is first seen."""
     gamma_min: float = Field(0.2, gt=0, le=1)
-    """Weight of the current batch's estimate: at the end of the cosine, or in every epoch with gamma=constant."""
+    """Gamma at the end of the cosine, or in every epoch with gamma=constant."""
     gamma_epochs: float = Field(18, ge=0)
     """Number of epochs E over which gamma falls from 1 to gamma_min along a cosine; gamma changes once per epoch."""
 

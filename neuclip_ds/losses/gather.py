@@ -30,9 +30,9 @@ class PendingBatch:
     """A batch whose indices, features and statistics are being sent between the ranks.
 
     `ContrastiveLoss.begin` creates it and sends the indices. The caller then passes features as soon as a tower has
-    computed them, one micro-batch at a time, so that sending them overlaps the towers. Once the towers have been
-    launched, the caller calls `begin_reads`. All ranks must call the methods in the same order, with equal numbers of
-    rows.
+    computed them, one micro-batch at a time, so that sending them overlaps the towers' computation. Once the towers
+    have been launched, the caller calls `begin_reads`. All ranks must call the methods in the same order, with equal
+    numbers of rows.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class GatheredFeatures:
         index: (B,) int64 global sample indices, in host memory.
         local: slice of this rank's rows among the B rows.
         padded_index: (K b,) indices in host memory, -1 for invalid rows.
-        width: number of columns that receive gradients: d; the columns of a reference model may follow.
+        width: number d of columns that receive gradients; the columns of a reference model may follow them.
         size: number of valid rows, B.
         total: number of valid rows on all ranks: B, or more if this object contains only one rank's rows.
         comm_dtype: dtype in which the rows were sent, and in which they are exactly representable.
@@ -271,7 +271,7 @@ class GatheredFeatures:
         return self.image.shape[1] > self.width
 
     def minus_reference(self) -> GatheredFeatures:
-        """Return the rows with features whose similarities are s_ij - r_ij, or this batch without a reference model.
+        """Return this batch with features whose similarities are s_ij - r_ij, or unchanged without a reference model.
 
         The features are the result of `stored_features.minus_reference`, of width d + D.
         """
@@ -321,7 +321,7 @@ class GatheredFeatures:
         return self.compact_all(self._communicator.all_gather(padded, purpose)).T.contiguous()
 
     def minus_mean(self, rows: Tensor, purpose: str) -> Tensor:
-        """Subtract from the (2, local, d) rows of this rank's anchors their mean over the anchors of all ranks."""
+        """Return the (2, local, d) rows of this rank's anchors minus their mean over the anchors of all ranks."""
         total = self._communicator.all_reduce(rows.sum(dim=1, keepdim=True), purpose)
         return rows - total / self.size
 

@@ -9,8 +9,8 @@ with w and the scale held constant (pairs.py); an estimator may add another term
 are the weights w_i, in the rule for tau, in the scale and in the pair loss l. Each estimator is in the file of its
 paper.
 
-`objective.temperature.rule` selects one of two ways to learn the single temperature of a loss whose normalizers are
-predicted. They differ in eps and in the scale of the loss (`GlobalTemperatureRule`).
+`objective.temperature.rule` selects one of two rules for learning the single temperature of a loss whose normalizers
+are predicted. The rules also differ in eps and in the scale of the loss (`GlobalTemperatureRule`).
 
 `robust` is RGCL-g (FastCLIP eq. 10, NeuCLIP eq. 12): tau is learned by minimizing (tau times the loss) + 2 rho tau.
 
@@ -83,8 +83,8 @@ class NormalizerOutput:
     value: Tensor
     """(2, local): per-anchor loss, without the method's scale."""
     tau_term: Tensor | None = None
-    """(2, local): per-anchor derivative d(tau loss)/dtau without the data term; None if it equals `value`, as for an
-    estimate that does not depend on tau."""
+    """(2, local): per-anchor derivative d(tau loss)/dtau without the data term (see `TemperatureSignal`); None if it
+    equals `value`, as for an estimate that does not depend on tau."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     """Name -> 0-dim value, equal on all ranks."""
     feature_grad: tuple[Tensor, Tensor] | None = None
@@ -97,9 +97,9 @@ class NormalizerEstimator(Stateful):
     """Base class of the estimators of the normalizers."""
 
     allows_reference = False
-    """Whether the estimate is correct if a reference model's similarities are subtracted: it must depend on the
-    features only through `log_g`. With a reference, the features of a batch include the reference's features
-    (`GatheredFeatures.minus_reference`)."""
+    """Whether the estimate stays correct when a reference model's similarities are subtracted. It does if the estimator
+    uses the features only through `log_g`, or if it can use a batch whose features include the reference's features
+    (`GatheredFeatures.minus_reference`), as the queue of `neuclip_queue` can."""
 
     def gathers(self, position: Position) -> bool:
         """Return whether a training step needs the features of all ranks; the result is the same on all ranks."""
@@ -172,7 +172,7 @@ class GlobalContrastiveLoss(LossFunction):
         student = batch
         batch = student.minus_reference()
 
-        # the similarities of all pairs, the estimated normalizers, and from both the gradient of the loss
+        # the similarities of all pairs, the estimated normalizers, and the gradient of the loss, which depends on both
         # docs: loss
         tau = self._temperature.of(batch)
         scale = self._scale(tau)
@@ -265,7 +265,7 @@ class GlobalContrastiveLoss(LossFunction):
         """Return the current estimates of the normalizers of a batch's anchors, without changing any state.
 
         Returns:
-            For this rank's valid rows: (2, local) log of the estimated g, or -inf if there is none, and (2, local) tau.
+            Two (2, local) tensors: log of the estimated g (-inf where there is no estimate yet), and tau.
         """
         batch = batch.minus_reference()
         tau = self._temperature.of(batch)
@@ -300,7 +300,7 @@ def _of_local_anchors(values: Tensor, batch: GatheredFeatures) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalTemperatureRule:
-    """Settings that `objective.temperature.rule` selects for a loss with predicted normalizers (see above)."""
+    """Settings that `objective.temperature.rule` selects (see the module's docstring)."""
 
     temperature: Temperature
     scale: Scale

@@ -1,4 +1,4 @@
-"""Add to each sample the index that losses with per-sample statistics need."""
+"""Add to each sample its index in the dataset, which some losses need, such as those with per-sample statistics."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -29,17 +29,17 @@ class IndexedDataset(Dataset[Any]):
             dataset: dataset with `__getitem__` and `__len__`, such as a torch `Dataset` or a list.
 
         Raises:
-            TypeError: the dataset is iterable, so its samples have no index.
+            TypeError: the dataset is an iterable-style dataset, whose samples have no index.
         """
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise TypeError(
-                f"{type(dataset).__name__} is an iterable dataset, whose samples have no index: yield each sample's "
-                "index from the dataset, or use neuclip_ds.add_index for webdataset shards."
+                f"{type(dataset).__name__} is an iterable-style dataset, whose samples have no index: yield each "
+                "sample's index from the dataset, or use neuclip_ds.add_index for webdataset shards."
             )
         self._dataset = dataset
 
     def __getattr__(self, name: str) -> Any:
-        # `_dataset` is missing in a copy under construction; __getitems__ of the dataset would omit the index
+        # `_dataset` is missing in a copy under construction; the wrapped dataset's `__getitems__` would omit the index
         if name == "_dataset" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._dataset, name)

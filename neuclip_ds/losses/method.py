@@ -23,17 +23,18 @@ class Method:
     """A row of the table of methods (methods.py)."""
 
     builder: str | LossBuilder
-    """The function that builds the loss. A name MODULE.FUNCTION stands for a function in `neuclip_ds.losses`, whose
-    module is imported when it is first needed, because it imports torch."""
+    """The function that builds the loss. A string MODULE.FUNCTION names a function in `neuclip_ds.losses`; because the
+    module imports torch, it is imported only when a loss is built."""
     sections: tuple[str, ...] = ()
     """Sections and options under `objective` that this method reads but some other methods do not."""
     defaults: Options = field(default_factory=dict)
     """This method's default options, where they differ from the defaults of the sections."""
     state_options: tuple[str, ...] = ()
     """Dotted options under `objective` on which the tensors of the loss's state, or their shapes, depend. A resumed run
-    must keep them."""
+    must keep these options."""
     estimates_normalizers: bool = True
-    """Whether the method is known to estimate normalizers: not SigLIP, which has none, and no registered loss."""
+    """Whether the method is known to estimate normalizers; False for SigLIP, which has none, and for registered
+    losses."""
     has_temperature_rule: bool = False
     """Whether the method reads `objective.temperature.rule`."""
     has_individual_temperatures: bool = False

@@ -132,7 +132,7 @@ def neuclip(config: ObjectiveConfig, context: LossContext) -> GlobalContrastiveL
 
 @dataclass(frozen=True, kw_only=True)
 class _Anchors:
-    """All anchors of a batch; direction 0 is the images, which use W1; direction 1 is the texts, which use W2."""
+    """All anchors of a batch: the images (direction 0), which use W1, and the texts (direction 1), which use W2."""
 
     features: Tensor
     """(2, B, d): image and text features"""

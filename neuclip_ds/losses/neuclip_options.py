@@ -24,15 +24,18 @@ class NpnConfig(Section):
     inner_steps: int = Field(10, ge=0)
     """Number of updates T_u per training step."""
     redraw_every: int = Field(500, ge=0)
-    """Steps T_r between redraws of the prototypes from recent features; 0 draws them once, as order=joint does."""
+    """Interval T_r, in units of `redraw_unit`, between redraws of the prototypes from recent features; 0 draws them
+    only once, as order=joint does."""
     redraw_unit: Literal["steps", "samples"] = "steps"
-    """Unit of `redraw_every`: `steps` (NeuCLIP), or `samples` (this project), so that a value suits all batch sizes."""
+    """Unit of `redraw_every`: `steps` (NeuCLIP), or `samples` (this project), with which one value suits all batch
+    sizes."""
     kappa: float | None = Field(None, gt=0, le=1e6)
     """Weight of the predicted normalizer relative to the batch's own, whose weight is 1 (this project). By default, the
     prediction is used alone (NeuCLIP)."""
     lr: float | None = Field(None, gt=0)
     """Step size of an update. By default, 0.3 for `scaled`, 1e-3 for the Adam of network=mlp, and 1.0 for AdaGrad. The
-    value 1.0 is published for B >= 1024 and m = 4096; use a lower value for smaller settings."""
+    value 1.0 is published for B >= 1024 and m = 4096; use a lower value for smaller batches. order=joint uses the
+    encoders' learning rate instead."""
     weight_decay: float = Field(0.0, ge=0)
     """Weight decay of the network: coupled with the gradient in AdaGrad and in the MLP's Adam, decoupled with
     order=joint. NeuCLIP searched values from 0 to 1 and uses 0; optimizer=scaled has no weight decay."""

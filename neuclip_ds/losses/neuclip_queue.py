@@ -1,6 +1,6 @@
-"""`neuclip_queue` (this project, with MoCo's queue): InfoNCE over the dataset, with normalizers pooled from a queue.
+"""`neuclip_queue` (this project, with MoCo's queue): InfoNCE over the dataset, with normalizers from a queue.
 
-The normalizers are pooled from the batch and a queue of recent features, without parameters or per-sample state. The
+The normalizers are estimated from the batch and a queue of recent features, without parameters or per-sample state. The
 function `neuclip_queue` builds the method; its options are in neuclip_queue_options.py.
 
 The queue contains the last m texts, for image anchors, and the last m images, for text anchors. A batch is added after
@@ -191,7 +191,7 @@ class PooledQueueEstimator(NormalizerEstimator):
         """Overwrite the oldest rows with the batch's last m samples; the run's i-th sample is stored in row i mod m.
 
         If the batch contains the same samples as the previous one (as in a second forward pass), replace the previous
-        one.
+        batch's rows.
         """
         if not self._seen:
             self._resize(batch.image.shape[1])

@@ -39,14 +39,14 @@ class TemperatureConfig(Section):
     """Optimizer of a global temperature and of SigLIP's bias: Adam, or Lion or SGD as in FastCLIP's study of
     optimizers. It uses the betas of the encoders' optimizer; SGD uses the first beta as momentum."""
     variable: Literal["log", "tau"] = "log"
-    """Variable that the optimizer of a global temperature updates: log(1/tau), as in all released code, or tau itself
-    (FastCLIP Procedure 5). With individual temperatures it is always tau."""
+    """Variable that the optimizer of a global temperature updates: log(1/tau), as in the papers' released code, or tau
+    itself (FastCLIP Procedure 5). Individual temperatures are always updated as tau."""
     lr: float | None = Field(None, ge=0)
     """Peak learning rate of the temperature and of SigLIP's bias; 0 keeps both constant. By default, the encoders' peak
     learning rate, `optimizer.lr`, or 0.01 for isogclr."""
     rule: Literal["robust", "learned"] | None = None
     """How neuclip and neuclip_queue learn tau. `robust` uses rho (NeuCLIP eq. 12) and is neuclip's default. `learned`
-    works as in OpenCLIP, with eps = 1/(n-1) and without rho, and is neuclip_queue's default."""
+    works as in OpenCLIP, with eps = 1/(n-1) for n training samples and without rho, and is neuclip_queue's default."""
     schedule: Literal["encoder", "constant", "third_below_0.03"] = "encoder"
     """Schedule of the temperature's learning rate: the encoders' schedule (`encoder`), `constant`, or constant but
     divided by 3 while tau < 0.03 (`third_below_0.03`, FastCLIP)."""
@@ -68,10 +68,10 @@ class TemperatureConfig(Section):
 
 class DistillConfig(Section):
     features: str | Annotated[list[str], Field(min_length=1)] | None = None
-    """Folder of the teacher's stored features, which turns distillation on; a list of folders is an ensemble, whose
-    softmaxes are averaged as in MobileCLIP."""
+    """Folder of the teacher's stored features; setting it enables distillation. For an ensemble of teachers, set a list
+    of folders: the teachers' softmaxes are averaged as in MobileCLIP."""
     weight: float = Field(1.0, gt=0)
-    """Weight of the distillation; open_clip and MobileCLIP use 1."""
+    """Weight of the distillation loss; open_clip and MobileCLIP use 1."""
     contrastive_weight: float = Field(1.0, ge=0)
     """Weight of the method's own loss in a run with distillation: 1 in open_clip, 0 in MobileCLIP's ViT-B/16."""
     temperature: float | Annotated[list[float], Field(min_length=1)] = 0.01
@@ -111,18 +111,19 @@ class ObjectiveConfig(Section):
     method: str = DEFAULT
     """Method to train with: a name in the table of docs/reference/losses.md."""
     eps: float = Field(1e-14, gt=0)
-    """Constant added to the estimated normalizers (FastCLIP App. D: 1e-6 for more than about 100M samples)."""
+    """Constant added to the estimated normalizers (FastCLIP App. D: 1e-6 for more than about 100M samples). openclip,
+    siglip, amorlip and temperature.rule=learned do not use it."""
     chunk_size: int | None = Field(None, ge=1)
-    """Columns of the similarity matrix that are computed at once; the default depends on the device. The number of rows
-    is limited so that a block takes at most 128 MiB on a GPU or 1 MiB per thread on a CPU."""
+    """Number of columns of the similarity matrix to compute at once; the default depends on the device and the rows per
+    rank. The number of rows is limited so that a block takes at most 128 MiB on a GPU or 1 MiB per thread on a CPU."""
     comm_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision in which features are sent between ranks; `auto` is the towers' precision."""
     reference: Literal["paper", "released_code"] = "paper"
     """Version to follow where a paper and its released code differ. FastCLIP's code omits the leading tau of losses
-    with constant or individual tau and, relative to the features' gradient, counts the data term of a learned global
-    tau twice. For individual temperatures, it clamps gradients and bases Adam's bias correction on epochs. AmorLIP's
-    code starts each epoch's nets near log lambda = 0 instead of the first batch's mean log Z, divides divergences by
-    B^2 instead of B, and divides the squared error by B instead of 2 B."""
+    with constant or individual tau. In the gradient of a learned global tau, it counts the data term w dg/dtau twice
+    relative to the features' gradient. For individual temperatures, it clamps gradients and bases Adam's bias
+    correction on epochs. AmorLIP's code starts each epoch's nets near log lambda = 0 instead of the first batch's mean
+    log Z, divides divergences by B^2 instead of B, and divides the squared error by B instead of 2 B."""
     epoch_steps: int | None = Field(None, ge=1)
     """Training steps that count as one epoch for gamma's schedule and amorlip's nets, for runs that see each sample
     about once. By default, an epoch is one pass over the data."""
@@ -165,7 +166,7 @@ class ObjectiveConfig(Section):
             reason = f" The loss of {name} does not support a reference model."
             raise UserError(_unread_message(name, "objective.reference_model", readers, reason))
         if isinstance(temperature, dict) and "rule" in temperature and temperature["rule"] is None:
-            # null, as in the saved config of a method without rules, is the method's default
+            # null, as in the saved config of a method without rules, means the method's default
             tree = {**tree, "temperature": {key: value for key, value in temperature.items() if key != "rule"}}
         return merge(method.defaults, tree)
 
@@ -183,8 +184,8 @@ class ObjectiveConfig(Section):
         ):
             if self.prefixes and is_set:
                 raise UserError(
-                    f"objective.prefixes cannot be combined with {option}, whose features have no prefixes: remove one "
-                    "of them."
+                    f"objective.prefixes cannot be combined with {option}, because prefixes of stored features are not "
+                    "supported: remove one of the two options."
                 )
         return self
 
@@ -207,9 +208,9 @@ class ObjectiveConfig(Section):
         is_amortized = "amortized" in find_method(self.method).sections
         if is_amortized and self.reference == "released_code" and self.amortized.encoder_normalizer == "ema":
             return [
-                "objective.reference=released_code with objective.amortized.encoder_normalizer=ema: until the EMA has "
-                "caught up, C/lambda and the gradients are too large by a factor of up to exp(1/tau), capped at 3e15. "
-                "Set encoder_normalizer=combined, as in the released code."
+                "objective.reference=released_code with objective.amortized.encoder_normalizer=ema: until the EMA nets "
+                "have caught up with the fitted nets, C/lambda and the gradients are too large by a factor of up to "
+                "exp(1/tau), capped at 3e15. Set encoder_normalizer=combined, as in the released code."
             ]
         return []
 
@@ -248,6 +249,6 @@ def _unread_section(method: str, section: str, options: Any) -> str:
 
 def _unread_message(method: str, options: str, readers: list[str], note: str = "") -> str:
     return (
-        f"objective.method={method} does not use {options}; these methods do: {', '.join(readers)}. Omit what the "
-        f"method does not use, or choose one of these methods.{note}"
+        f"objective.method={method} does not use {options}; these methods do: {', '.join(readers)}. Omit the unused "
+        f"options, or choose one of these methods.{note}"
     )

@@ -57,8 +57,9 @@ CACHED_BYTES = 1_024_000_000
 """Bytes per rank for caching similarities between the two passes; larger sets of similarities are recomputed."""
 
 _CPU_BLOCK = 1 << 20  # bytes per thread, so that the block stays in the core's cache after the matmul
-# bytes; the host takes longer to launch smaller blocks than the GPU takes to compute them: on an H200, a step of 16,384
-# pairs takes 17 ms with these blocks (not compiled) and 71 ms with 16 MiB blocks, although those fit into the L2 cache
+# bytes; the host takes longer to launch smaller blocks than the GPU takes to compute them: on an H200, a step with a
+# batch of 16,384 takes 17 ms with these blocks (not compiled) and 71 ms with 16 MiB blocks, although those fit into the
+# L2 cache
 _GPU_BLOCK = 1 << 27
 # number of pairs, B^2/K, at which compiled kernels save about 1 ms per step, scaled from 7.6 ms for 2^28 pairs in bf16
 # on an H200 (tools/measurements/objective_h200.csv)
@@ -184,7 +185,7 @@ class Block:
     def local_anchors(self) -> list[tuple[tuple[int, slice], int]]:
         """This rank's anchors in the block: the rows and, if the columns are local, the columns.
 
-        For each: the anchors' index into a (2, local) tensor, and the block's dimension along which their partners are.
+        Each element is a pair: the anchors' index into a (2, local) tensor, and the block dimension of their partners.
         """
         anchors = [((self.row_modality, self.rows), 1)]
         if self.local_columns is not None:
@@ -220,7 +221,7 @@ class PairGrid:
         Args:
             batch: features of all ranks.
             columns: largest number of columns of a block; by default, chosen for the device and the number of rows.
-            budget: bytes into which the similarities of all blocks must fit, so that they are cached.
+            budget: largest size in bytes of the similarities of all blocks for which they are cached.
         """
         self.local = batch.local
         self.size = batch.size
@@ -250,7 +251,7 @@ class PairGrid:
         self._block_rows = max(1, elements // self._block_columns)
 
     def blocks(self) -> Iterator[Block]:
-        """Yield all blocks: local columns once (with image rows), other ranks' columns twice (also with text rows)."""
+        """Yield all blocks: local columns once (image rows), other ranks' columns twice (image rows and text rows)."""
         start = self.local.start
         stop = self.local.stop
         all_rows = slices(0, self._local_size, self._block_rows)
@@ -487,7 +488,7 @@ class PairSimilarities:
 # The arithmetic of a block, which is compiled for large batches on a GPU
 # ---------------------------------------------------------------------------------------------------------------------
 
-Buffers = Sequence[Tensor | None]  # outputs of operations; None means a new tensor, which compiled operations avoid
+Buffers = Sequence[Tensor | None]  # outputs of operations; None allocates a new tensor, which the compiler avoids
 
 # an anchor's values in `BlockAnchors`
 _ROW_NUMBER = 0
@@ -585,7 +586,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
             if current is function:
                 raise
             log.warning(
-                "The loss runs uncompiled, and therefore slower, because torch.compile fails: %s",
+                "torch.compile failed, so the loss runs uncompiled and slower: %s",
                 " ".join(str(error).strip().splitlines()[:2]),  # the first may name only the compiler's backend
             )
             current = function
@@ -602,7 +603,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 class FactoredSimilarities(PairSimilarities):
     """Similarities with l(x) = x and one temperature: exp((s_ij - s_ii)/tau) = exp(s_ij/tau - c) exp(c - s_ii/tau).
 
-    It is not used with a reference model, because similarities must be in [-1, 1]. The first factor is the same for
+    It is not used with a reference model, because it requires similarities in [-1, 1]. The first factor is the same for
     both anchors of a pair and in both passes, so a pair costs one exponential. To keep this factor representable, c
     lowers the largest possible exponent, 1/tau, to `_limit`. If significant terms would still underflow, the methods of
     `PairSimilarities` are called; the host reads the sums to decide this.

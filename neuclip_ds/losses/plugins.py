@@ -1,4 +1,4 @@
-"""Losses that are not in this package: `register_loss`, and the import of plugins, which are modules that call it.
+"""Register losses that are not in this package, and import plugins, which are modules that call `register_loss`.
 
 Importing this module does not import torch, because plugins are imported before the command line is read.
 """

@@ -33,7 +33,7 @@ _SMALLEST_NORM = 1e-12  # as in torch's `normalize`
 
 
 def build_function(build: LossBuilder, config: ObjectiveConfig, context: LossContext) -> LossFunction:
-    """Build a loss with `build`, and the loss of each prefix that the options name.
+    """Build a loss with `build`, and the loss of each prefix in `objective.prefixes`.
 
     Raises UserError if a prefix is not shorter than the features.
     """
@@ -44,8 +44,9 @@ def build_function(build: LossBuilder, config: ObjectiveConfig, context: LossCon
     for length in config.prefixes:
         if length >= context.dim:
             raise UserError(
-                f"objective.prefixes contains {length}, but the features have only {context.dim} dimensions: use "
-                "shorter prefixes; the whole features are always trained, with weight 1."
+                f"objective.prefixes contains {length}, but prefixes must be shorter than the features, which have "
+                f"{context.dim} dimensions: use shorter prefixes. The full-length features are always trained, with "
+                "weight 1."
             )
         of_prefixes[length] = build(config, replace(context, dim=length))
     return PrefixedLoss(function, of_prefixes, config.prefixes, context)

@@ -1,10 +1,10 @@
 """Per-sample statistics, stored by global sample index and partitioned over ranks.
 
-Reading f fields of each rank's samples takes one reduce-scatter of a (B, f) tensor; reading the whole batch takes one
-all-reduce. For both, each rank copies its local rows into a zero-filled buffer. Reads can overlap the encoders' forward
-pass. Writes need no communication, because all ranks have the values. The host does not wait for the device, because
-shapes do not depend on which rank stores a row; only the first access to a table in host memory after a write waits
-until the new values have arrived.
+Reading f fields of each rank's local samples takes one reduce-scatter of a (B, f) tensor; reading those of the whole
+batch on every rank takes one all-reduce. For both, each rank copies the rows that it stores into a zero-filled buffer.
+Reads can overlap the encoders' forward pass. Writes need no communication, because all ranks have the values. The host
+does not wait for the device, because shapes do not depend on which rank stores a row; only the first access to a table
+in host memory after a write waits until the new values have arrived.
 """
 
 from collections.abc import Mapping

@@ -34,7 +34,7 @@ def siglip(config: ObjectiveConfig, context: LossContext) -> "SigmoidLoss":
 
 
 class SigmoidLoss(LossFunction):
-    """SigLIP's loss: computes each batch's feature gradient, and updates the temperature and the bias.
+    """SigLIP's loss, which computes each batch's feature gradient, and updates the temperature and the bias.
 
     Args:
         config: the options of the loss.

@@ -1,8 +1,8 @@
 """Update rules for one temperature that all samples share; each class implements one rule.
 
-The trained variable is theta = log(1/tau), as in all released code, or tau itself (FastCLIP Procedure 5). The gradient
-with respect to theta is -tau dL/dtau. The variable is kept outside the DeepSpeed engine, in float32 or float64. All
-ranks compute the same gradient, so the variable has the same value on all ranks.
+The trained variable is theta = log(1/tau), as in the papers' released code, or tau itself (FastCLIP Procedure 5). The
+gradient with respect to theta is -tau dL/dtau. The variable is kept outside the DeepSpeed engine, in float32 or
+float64. All ranks compute the same gradient, so the variable has the same value on all ranks.
 """
 
 import math
@@ -56,7 +56,7 @@ class TemperatureSignal:
     """Derivatives of the distillation, if there is any."""
 
     def with_distillation(self, grad_theta: Tensor) -> Tensor:
-        """Return d loss/d theta with distillation, if `grad_theta` is d loss/d theta without distillation."""
+        """Return d loss/d theta with distillation; `grad_theta` is d loss/d theta without distillation."""
         if self.distillation is None:
             return grad_theta
         return self.distillation.contrastive_weight * grad_theta + self.distillation.grad_theta
@@ -91,7 +91,7 @@ class Temperature(Stateful):
         return self._rho_weight * rho
 
     def update(self, batch: GatheredFeatures, signal: TemperatureSignal, position: Position) -> None:
-        """Take one optimizer step after the batch's gradient is known; by default, do nothing."""
+        """Update the temperature by one optimizer step, once the batch's gradient is known; by default, do nothing."""
 
     def _lr(self, position: Position) -> float:
         """Return the temperature's learning rate at a step, before `third_below_0.03` reduces it."""
@@ -113,7 +113,7 @@ def initial_temperature(config: TemperatureConfig, context: LossContext, learned
 
     Raises:
         UserError: neither the config nor the encoders have a temperature, or a learned temperature is out of bounds by
-            more than 0.1%; one that is closer is moved to the bound.
+            more than 0.1%; within this tolerance, it is moved to the bound.
     """
     tau = context.temperature if config.initial is None else config.initial
     if tau is None:
@@ -127,7 +127,7 @@ def initial_temperature(config: TemperatureConfig, context: LossContext, learned
     if not math.isclose(tau, bounded, rel_tol=1e-3):  # clamping 1/tau at 100 can give 0.0099999
         raise UserError(
             f"The initial temperature {tau:.4g} is outside [minimum={config.minimum}, maximum={config.maximum}] of "
-            "objective.temperature; change the bound, or set objective.temperature.initial to a value between them."
+            "objective.temperature; change a bound, or set objective.temperature.initial to a value within the bounds."
         )
     return bounded
 

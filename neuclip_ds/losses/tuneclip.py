@@ -1,8 +1,8 @@
 """TuneCLIP's losses for fine-tuning a checkpoint (arXiv 2601.09859), with or without a hinge.
 
-Training starts after `training/recovery.py` has recovered the optimizer's moments and u (OSR, TuneCLIP's first stage).
-u is the moving average of fastclip.py; the temperature keeps the checkpoint's value. A sum over negatives is divided by
-B instead of B - 1.
+If `recovery.epochs` is set, `training/recovery.py` recovers the optimizer's moments and u (OSR, TuneCLIP's first stage)
+before training. u is the moving average of fastclip.py; by default, the temperature keeps the checkpoint's value. A sum
+over negatives is divided by B instead of B - 1.
 """
 
 from neuclip_ds.losses.base import LossContext

@@ -37,7 +37,7 @@ def train_bpe(captions: Iterable[str], vocab_size: int, context_length: int) -> 
             "model.text.tokenizer."
         )
 
-    # The text is normalized, split at spaces, encoded in bytes, and framed by BOS and EOS.
+    # The text is normalized, split into words, encoded in bytes, and framed by BOS and EOS.
     backend = Tokenizer(models.BPE())
     backend.normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.Lowercase(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]

@@ -44,7 +44,7 @@ def build_dual_encoder(
         activation = "quick_gelu" if "quickgelu" in config.vision.name else "gelu"
         text = new_text_tower(config.text, tokenizer, config.embed_dim, activation)
     model = DualEncoder(vision, text)
-    if not config.pretrained:  # else the projections are those of a run
+    if not config.pretrained:  # otherwise, the projections come from an earlier run
         if config.vision.pretrained and config.trained("vision") == "frozen":
             lock_projection(vision, "vision")
         if config.text.pretrained and config.trained("text") == "frozen":

@@ -59,7 +59,7 @@ def compute_class_token_only(tower: nn.Module, option: Literal["auto"] | bool) -
 
 
 def _with_block_in_tower(last_block: Any, whole_tower: Forward) -> Forward:
-    """Return a forward method of a tower during which `in_tower` of its last block is true."""
+    """Return a forward method of a tower that sets `in_tower` of the last block to true while it runs."""
 
     def forward(tower: Any, x: Tensor) -> Tensor:
         last_block.in_tower = True

@@ -1,7 +1,7 @@
 """Compile the towers with torch.compile, block by block or as a whole.
 
-Blocks with the same structure share one compiled graph, so that compiling takes seconds per kind of block instead of
-minutes per tower. Modules and parameters keep their names.
+Blocks with the same structure share one compiled graph, so compiling takes seconds per kind of block instead of minutes
+per tower. Modules and parameters keep their names.
 """
 
 import logging
@@ -30,7 +30,7 @@ _GRAPHS_PER_BLOCK = 4  # without gradients, with gradients, in evaluation, and f
 def resolve_compilation(
     option: Literal["auto", "blocks", "towers"] | bool, device_type: str, zero_stage: int
 ) -> Compilation:
-    """Return which parts of the model `model.compile` compiles.
+    """Return the parts of the model that the option `model.compile` compiles.
 
     `auto` compiles blocks on GPUs of machines with a C++ compiler, except under ZeRO 3, which fetches weights inside
     modules.
@@ -57,13 +57,13 @@ class Compiler:
         return Compiler, ()
 
     def compiled(self, function: Callable[..., Any], dynamic: bool | None = None) -> Callable[..., Any]:
-        """Return a function that runs `function` compiled; equal arguments give the same function.
+        """Return a function that runs `function` compiled; calls with equal arguments return the same function.
 
         Args:
-            function: the function; a module among its arguments may be a different one in each call. Graphs are shared
-                between modules of the same structure.
-            dynamic: as in `torch.compile`: true compiles for any sizes at once; None does so only after a size has
-                changed, which takes a second compilation.
+            function: the function; a module among its arguments may differ from call to call. Graphs are shared between
+                modules of the same structure.
+            dynamic: as in `torch.compile`: true compiles for all sizes from the start; None does so only after a size
+                has changed, which takes a second compilation.
         """
         key = (function, dynamic)
         if key not in self._compiled:
@@ -81,19 +81,19 @@ class Compiler:
             except Exception as error:  # the compiler's exceptions differ between versions
                 self._has_failed = True
                 reason = " ".join(str(error).strip().splitlines()[:2])  # the first may name only the compiler's backend
-                log.warning("The towers run uncompiled, and therefore slower, because torch.compile fails: %s", reason)
+                log.warning("torch.compile failed, so the towers run uncompiled and slower: %s", reason)
             return function(*args, **kwargs)
 
         return call
 
 
 def compile_towers(model: DualEncoder, compilation: Compilation) -> None:
-    """Compile both towers in place, on their first call; call this after all other changes to the modules.
+    """Set up both towers, in place, to be compiled at their first call; call this after all other module changes.
 
     If anything is compiled, a text tower that packs captions only on CPUs (`auto`) stops packing them.
 
     Args:
-        model: the towers.
+        model: the dual encoder.
         compilation: parts to compile.
 
     Raises:

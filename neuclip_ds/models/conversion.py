@@ -144,8 +144,8 @@ def clip_to_open_clip(model: LibraryModel) -> LibraryModel:
     """Convert transformers' CLIPModel or MetaClip2Model to open_clip.
 
     Raises:
-        UserError: the model is a SiglipModel, its towers do not both use GELU or both use quick GELU, or its images
-            are resized to more pixels than they are cropped to.
+        UserError: the model is a SiglipModel, its towers do not share one activation (GELU or quick GELU), or its
+            images are resized to more pixels than they are cropped to.
     """
     clip_config = model.config
     if clip_config["model_type"] not in ("clip", "metaclip_2"):
@@ -165,7 +165,7 @@ def clip_to_open_clip(model: LibraryModel) -> LibraryModel:
     activations = {vision["hidden_act"], text["hidden_act"]}
     if len(activations) != 1 or not activations <= _ACTIVATIONS.keys():
         raise UserError(
-            "This model cannot be exported to open_clip, which needs GELU, or quick GELU, in both towers, not "
+            "This model cannot be exported to open_clip, which needs either GELU or quick GELU in both towers, not "
             f"{' and '.join(sorted(activations))}. Use --format=transformers."
         )
     eos_id = text["eos_token_id"]
@@ -246,7 +246,7 @@ def _clip_text_options(model: DualEncoder) -> dict[str, Any]:
 
 
 def _timm_towers_to_open_clip(towers: TrainedTowers) -> LibraryModel:
-    """Convert a model whose towers are not both CLIP's to open_clip; raise UserError if open_clip cannot express it."""
+    """Convert a model that is not a CLIP model to open_clip; raise UserError if open_clip cannot express it."""
     if isinstance(towers.model.text, PretrainedTextTower):
         return to_open_clip(towers, {}, {})
     options = _clip_text_options(towers.model)

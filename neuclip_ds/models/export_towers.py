@@ -1,10 +1,10 @@
 """Write models that were built from the config, tower by tower, in the formats of three libraries.
 
 transformers: a VisionTextDualEncoderModel, whose image tower is timm's model in transformers' wrapper. open_clip: a
-model with timm's image tower and an encoder of transformers or open_clip's own text transformer. sentence-transformers:
-a router with one route for texts and one for images, which supports all of our towers. A model whose features a format
-cannot express exactly is refused. The logit bias is written only for open_clip, and the temperature for all formats but
-sentence-transformers.
+model with timm's image tower and either a transformers text encoder or open_clip's own text transformer.
+sentence-transformers: a router with one route for texts and one for images, which supports all of our towers. If a
+format cannot express a model's features exactly, UserError is raised. The logit bias is written only for open_clip, and
+the temperature for all formats but sentence-transformers.
 """
 
 import json
@@ -47,7 +47,7 @@ _ANY_MODEL = (
     f"export the model with --format={SENTENCE_TRANSFORMERS}"  # a format for every model that is built from the config
 )
 _OPEN_CLIP_ENCODERS = ("bert", "roberta", "xlm-roberta")  # model types that open_clip's text tower can build
-# BERT's pooler is tanh(W h + b) of the first hidden state h: with W = 2^-14 and b = 0 it returns 2^-14 h, up to
+# BERT's pooler is tanh(W h + b) of the first hidden state h: with W = 2^-14 I and b = 0, it returns 2^-14 h, up to
 # float32 rounding, and the projection multiplies by 2^14
 _POOLER_SCALE = 2.0**-14
 
@@ -59,8 +59,8 @@ def write_vision_text_model(towers: TrainedTowers, folder: Path) -> None:
     """Write a VisionTextDualEncoderModel, its image processor and its tokenizer to a folder.
 
     Raises:
-        UserError: a projection is not linear or is part of the attention pooling, or the text feature is neither the
-            EOS token of CLIP's text transformer nor the first token of an encoder with BERT's pooler.
+        UserError: a projection is not linear or is part of the attention pooling, or the text feature is neither that
+            of CLIP's text transformer with an EOS id other than 2 nor the first token of an encoder with BERT's pooler.
     """
     _require_linear_heads(towers, "VisionTextDualEncoderModel")
     if _attention_pool(towers) is not None:
@@ -144,7 +144,7 @@ def _timm_config(towers: TrainedTowers) -> TimmWrapperConfig:
 
 
 def _text_config(towers: TrainedTowers) -> PreTrainedConfig:
-    """Return the config of the text tower's trunk, without paths of this machine."""
+    """Return the config of the text tower's trunk, without local paths."""
     trunk = towers.model.text.trunk
     config = deepcopy(trunk.config)
     config.name_or_path = ""
@@ -226,7 +226,7 @@ def _open_clip_image(towers: TrainedTowers) -> tuple[dict[str, Any], dict[str, T
 
 
 def _open_clip_mlp(towers: TrainedTowers) -> dict[str, Tensor]:
-    """Return the image tower's MLP in open_clip's form, with 2 d hidden units and a bias; added weights are zero."""
+    """Return the image tower's MLP in open_clip's form, padded with zeros to 2 embed_dim hidden units and a bias."""
     first = towers.weights["vision.projection.0.weight"]
     second = towers.weights["vision.projection.2.weight"]
     hidden = 2 * towers.config.embed_dim
@@ -244,7 +244,7 @@ def _open_clip_mlp(towers: TrainedTowers) -> dict[str, Tensor]:
 
 
 def _open_clip_text_encoder(towers: TrainedTowers) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return open_clip's `text_cfg` for an encoder of transformers, and its tensors under open_clip's names."""
+    """Return open_clip's `text_cfg` for a transformers encoder, and the encoder's tensors under open_clip's names."""
     tower: Any = towers.model.text
     config = _text_config(towers)
     name = towers.config.text.pretrained
@@ -256,7 +256,7 @@ def _open_clip_text_encoder(towers: TrainedTowers) -> tuple[dict[str, Any], dict
     elif tower.pooling not in poolers:
         problem = f"model.text.pooling={tower.pooling}"
     elif Path(name).expanduser().exists() or name.count("/") > 1 or name.startswith(("~", ".", "/")):
-        problem = f"the text encoder in the folder {Path(name).name}: its config can name only encoders on the hub"
+        problem = f"the text encoder in the folder {Path(name).name}: open_clip's config can name only hub encoders"
     elif tokenizer.pad_token_id is None or tokenizer.pad_token_id != config.pad_token_id:
         problem = "a tokenizer whose padding token differs from pad_token_id in config.json"
     if problem:
@@ -284,7 +284,7 @@ class _Module(NamedTuple):
 
 
 def write_sentence_transformers(towers: TrainedTowers, folder: Path) -> None:
-    """Write a model that sentence-transformers loads, with one encoder for texts and images; version 6.2 was tested.
+    """Write a model for sentence-transformers (tested with version 6.2) that encodes both texts and images.
 
     Raises:
         UserError: the tokenizer cannot be made to end captions with EOS.
@@ -352,7 +352,7 @@ def _write_image_transformer(towers: TrainedTowers, folder: Path) -> None:
 
 
 def _transformer_settings(modality: str, output: str, feature: str) -> dict[str, Any]:
-    """Return the settings of sentence-transformers' Transformer that make a model's output the feature."""
+    """Return settings with which sentence-transformers' Transformer module returns a model's output as the feature."""
     return {
         "transformer_task": "feature-extraction",
         "modality_config": {modality: {"method": "forward", "method_output_name": output}},
@@ -361,7 +361,7 @@ def _transformer_settings(modality: str, output: str, feature: str) -> dict[str,
 
 
 def _dense(towers: TrainedTowers, tower: str) -> list[_Module]:
-    """Return a tower's head as layers of sentence-transformers."""
+    """Return a tower's head as sentence-transformers modules."""
     weights = rename_prefixes(towers.weights, {f"{tower}.projection.": ""})
     if tower == "vision" and _attention_pool(towers) is not None:
         weights = rename_prefixes(towers.weights, {f"{_IMAGE}head.proj.": ""})
@@ -386,12 +386,12 @@ def _linear(weight: Tensor, bias: Tensor | None, activation: str) -> _Module:
 
 
 def _between(feature: str) -> dict[str, str]:
-    """Return the options of a module that reads a feature from the dict of features and writes its output there."""
+    """Return options with which a module replaces a feature in the dict of features with its output."""
     return {"module_input_name": feature, "module_output_name": feature}
 
 
 def _pooling_mode(towers: TrainedTowers) -> str:
-    """Return the pooling's name in sentence-transformers; if captions are pooled at EOS, EOS is their last token."""
+    """Return sentence-transformers' name for the pooling; `lasttoken` also pools at EOS, which ends each caption."""
     tower = towers.model.text
     if isinstance(tower, PretrainedTextTower) and tower.pooling in ("cls", "mean"):
         return tower.pooling

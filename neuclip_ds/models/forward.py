@@ -12,12 +12,12 @@ Replace = Callable[[Forward], Forward]
 
 
 class ReplacedForward:
-    """The forward method of a module that replaces the method of its class.
+    """A forward method for one module, which replaces the method of the module's class.
 
     It can be copied and pickled with its module if the replacements can be pickled, such as functions at the top level
     of a Python file and `partial` objects of these functions. The methods that the replacements return need not be
-    picklable, because a copy calls the replacements again. (A bound method would be pickled as its name, which then
-    means the method of the class.)
+    picklable, because a copy calls the replacements again. (A bound method would be pickled as its name, which would
+    then refer to the method of the class.)
 
     Args:
         module: the module.

@@ -107,7 +107,7 @@ def _create_with_weights(config: VisionConfig, weights: Mapping[str, Tensor]) ->
     if unchanged:
         raise UserError(
             f"The weights {config.pretrained} lack {counted(len(unchanged), 'tensor')} of timm's {config.name!r} "
-            f"(first {unchanged[0]}); {_FIX_OF_WEIGHTS}."
+            f"(first: {unchanged[0]}); {_FIX_OF_WEIGHTS}."
         )
     return trunk
 
@@ -183,7 +183,7 @@ def check_patches(size: int, patch: int) -> None:
 
 
 def fixed_image_size(name: str) -> int | None:
-    """Return the image size of a timm model that is built for one size, in pixels, or None for other models."""
+    """Return the image size, in pixels, of a timm model that is built for one size, or None for other models."""
     config = timm.get_pretrained_cfg(name)
     if config is None or not config.fixed_input_size:
         return None
@@ -225,7 +225,8 @@ def locate_image_weights(vision: VisionConfig, setting: str = "", file_setting: 
     Args:
         vision: the tower's options.
         setting: the setting that names the weights, for messages; by default, model.vision.pretrained and its value.
-        file_setting: the same setting for a file of weights, FILE; by default, model.vision.pretrained=FILE.
+        file_setting: the setting that would name a file of weights, for messages; by default,
+            model.vision.pretrained=FILE.
 
     Raises:
         UserError: no weights have the configured name, or the weights cannot be downloaded.
@@ -248,9 +249,10 @@ def locate_image_weights(vision: VisionConfig, setting: str = "", file_setting: 
 
 
 def _download(vision: VisionConfig, pretrained_cfg: Any, setting: str, file_setting: str) -> Path:
-    """Download the weights for a timm tag and return the file's path; `pretrained_cfg` is timm's, if any.
+    """Download the weights that a timm tag names, and return the file's path.
 
-    The settings are as in `locate_image_weights`.
+    `pretrained_cfg` is timm's config of the weights, or None if timm has none. The settings are as in
+    `locate_image_weights`.
     """
     tagged = _weights_name(vision)
     if pretrained_cfg is None or tagged == vision.name:
@@ -266,7 +268,7 @@ def _download(vision: VisionConfig, pretrained_cfg: Any, setting: str, file_sett
     file = pretrained_cfg.hf_hub_filename or "model.safetensors"
     with explained(
         f"{setting} names no local file, and timm's {tagged} cannot be downloaded from the hub",
-        f"download {file} of {pretrained_cfg.hf_hub_id} on a machine with network access, and pass it as "
+        f"download {file} from {pretrained_cfg.hf_hub_id} on a machine with network access, and pass it as "
         f"{file_setting}, or copy the repository into the hub's cache (HF_HOME)",
     ):
         return Path(snapshot_download(pretrained_cfg.hf_hub_id, allow_patterns=[file])) / file

@@ -30,7 +30,7 @@ _LEGACY_EOS = 2  # EOS id in old CLIP configs, for which CLIPTextModel pools at 
 class PackedCaptions:
     """Token ids of b captions without padding, N in total, with the captions sorted by length.
 
-    Tensors are on the device of the tower. `lengths` is on the host, so that nothing waits for the device.
+    `to` copies the tensors to the tower's device. `lengths` stays on the host, so that nothing waits for the device.
     """
 
     ids: Tensor
@@ -47,7 +47,7 @@ class PackedCaptions:
     """Length to which the captions were padded."""
 
     def to(self, device: torch.device) -> "PackedCaptions":
-        """Copy the captions to a device; from pinned memory, without waiting for the copy."""
+        """Copy the captions to a device; a copy from pinned memory is asynchronous."""
         return self._changed(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "PackedCaptions":
@@ -56,7 +56,7 @@ class PackedCaptions:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors on the device."""
+        """The fields that are tensors."""
         return self.ids, self.positions, self.offsets, self.sorted_rows
 
     @property
@@ -83,12 +83,15 @@ class PackedCaptions:
 
 
 Pack = Callable[[Tensor], PackedCaptions]
-"""Function that packs (b, T) int64 token ids, best in host memory: `pack_captions` with a tower's `eos_id`."""
+"""Function that packs (b, T) int64 token ids: `pack_captions` with a tower's `eos_id`.
+
+If the ids are on a GPU, the host waits for them.
+"""
 
 
 @torch.compiler.disable  # the result's shapes depend on the tokens
 def pack_captions(tokens: Tensor, eos_id: int | None) -> PackedCaptions:
-    """Cut captions after the token at which the tower pools, and concatenate them in the order of their lengths.
+    """Cut captions after the token at which the tower pools, sort them by length, and concatenate them.
 
     Args:
         tokens: (b, T) int64 token ids; if they are on a GPU, the host waits for them.
@@ -132,9 +135,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, captions: PackedCaptions) 
 def _attend_in_one_kernel(query: Tensor, key: Tensor, value: Tensor, captions: PackedCaptions) -> Tensor:
     """Call flash attention for sequences of different lengths.
 
-    It needs a GPU, 16-bit numbers and a head width that is a multiple of 8. `torch.nn.attention.varlen` calls the same
-    operator, but exists only since torch 2.10, and its arguments have changed since. The kernel gets the context length
-    as the maximum length, so that no argument on the host depends on the captions.
+    It needs a GPU, 16-bit tensors and a head width that is a multiple of 8. `torch.nn.attention.varlen` calls the same
+    operator, but was added only in torch 2.10, and its arguments have changed since then. The kernel gets the context
+    length as the maximum length, so that no argument on the host depends on the captions.
     """
     only_last = len(query) < len(key)
     offsets = captions.offsets
@@ -161,7 +164,7 @@ def _attend_in_one_kernel(query: Tensor, key: Tensor, value: Tensor, captions: P
 
 @torch.compiler.disable  # the number of calls depends on the captions
 def _attend_by_length(query: Tensor, key: Tensor, value: Tensor, captions: PackedCaptions) -> Tensor:
-    """Call dense attention once for all captions of the same length."""
+    """Compute attention with one dense call per caption length."""
     only_last = len(query) < len(key)
     counts = [count for _, count in captions.lengths]
     sizes = [length * count for length, count in captions.lengths]
@@ -222,8 +225,8 @@ def _packable_trunk(padded: Forward) -> Forward:
 def _packable_layer(padded: Forward) -> Forward:
     """Return a forward method of `CLIPEncoderLayer` that calls `padded`, except for packed captions.
 
-    For packed captions, it maps (N, width) hidden states to the next layer's hidden states (with `rows`, of these rows
-    only).
+    For packed captions, it maps (N, width) hidden states to the next layer's hidden states, only in the given `rows` if
+    these are not None.
     """
 
     def forward(

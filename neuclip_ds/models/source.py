@@ -132,7 +132,7 @@ ModelRef = CheckpointRef | TowerRefs
 
 
 def locate_model(config: ModelConfig, weights: bool = True) -> ModelRef:
-    """Locate the initial weights of the config's model, downloading them if needed; call on one rank only.
+    """Locate the checkpoint or the towers that a model config names, downloading them if needed; call on one rank only.
 
     Args:
         config: the model config.
@@ -176,7 +176,7 @@ def locate_on_rank_zero(config: ModelConfig, communicator: Communicator) -> Mode
 
 
 def _image_weights(path: str, preprocessing: Mapping[str, Any]) -> ImageWeights:
-    """Return image weights, given their path and, as read from JSON, the preprocessing of their images."""
+    """Return image weights from their path and from the preprocessing of their images, which was read from JSON."""
     mean = tuple(preprocessing["mean"])
     std = tuple(preprocessing["std"])
     return ImageWeights(path=path, mean=mean, std=std, squash=preprocessing["squash"])
@@ -215,8 +215,8 @@ def merged(
 def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, LogitParameters]:
     """Return a saved run's model source and initial logit parameters, without reading pretrained weights.
 
-    The folder must have been written by `ModelSource.save`, and determines the image size and the context length of a
-    run that started from a checkpoint. Raises UserError if files are missing.
+    `ModelSource.save` must have written the folder. If the run started from a checkpoint, the folder determines the
+    image size and the context length. Raises UserError if files are missing.
     """
     if config.pretrained:
         config = with_sizes(config, None, None)

@@ -25,12 +25,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 CLEAN_CAPTIONS = "clean_captions"  # key in tokenizer_config.json: whether captions are cleaned as open_clip does
 _CONFIG_FILE = "tokenizer_config.json"
 _FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
-# Classes of transformers 5 that transformers 4 does not have or reads with other special tokens.
+# Tokenizer classes of transformers 5 that transformers 4 lacks or loads with different special tokens.
 _CLASSES_OF_VERSION_5 = ("TokenizersBackend", "GemmaTokenizer", "LlamaTokenizer", "Siglip2Tokenizer")
 
 
 class ModelTokenizer(Protocol):
-    """Interface of tokenizers, which convert captions to token ids for a text tower and can be pickled.
+    """Interface of picklable tokenizers that convert captions to token ids for a text tower.
 
     Attributes:
         context_length: number T of tokens per caption, including special tokens and padding.
@@ -46,7 +46,7 @@ class ModelTokenizer(Protocol):
 
 
 class CaptionTokenizer:
-    """A transformers tokenizer that adds its special tokens and pads captions to a fixed length; can be pickled.
+    """Picklable wrapper of a transformers tokenizer that adds special tokens and pads captions to a fixed length.
 
     Captions are padded and truncated on the right, whichever side the tokenizer's config names, because the text towers
     expect this.
@@ -101,7 +101,7 @@ class CaptionTokenizer:
 
     @property
     def pad_id(self) -> int | None:
-        """Id of the padding token; None if the tokenizer has neither a padding token nor EOS or SEP."""
+        """Id of the padding token; None if the tokenizer has no padding, EOS or SEP token."""
         return self.inner.pad_token_id
 
     @property
@@ -129,7 +129,7 @@ class CaptionTokenizer:
 
     @classmethod
     def load(cls, name_or_folder: Path | str, context_length: int) -> CaptionTokenizer:
-        """Load a tokenizer from a folder or the hub; its output is BOS, the caption, EOS and padding.
+        """Load a tokenizer from a folder or the hub; its output is BOS (if it has one), the caption, EOS and padding.
 
         The text tower pools at the first EOS. Raises `UserError` if the tokenizer cannot be loaded or has neither an
         EOS nor a SEP token.
@@ -138,9 +138,10 @@ class CaptionTokenizer:
 
     @classmethod
     def closed(cls, tokenizer: PreTrainedTokenizerBase, context_length: int) -> CaptionTokenizer:
-        """Make a tokenizer return BOS, the caption, EOS and padding, whichever special tokens it adds by default.
+        """Wrap a tokenizer so that it returns BOS (if it has one), the caption, EOS and padding.
 
-        Raises `UserError` if the tokenizer has neither an EOS nor a SEP token.
+        This does not depend on the special tokens that the tokenizer adds by default. Raises `UserError` if the
+        tokenizer has neither an EOS nor a SEP token.
         """
         closed = cls(tokenizer, context_length)
         if closed.eos_id is None:
@@ -160,13 +161,16 @@ class CaptionTokenizer:
 
 
 def named_tokenizer(text: TextConfig) -> CaptionTokenizer:
-    """Load the tokenizer in the folder or on the hub that `model.text.tokenizer` names; raise UserError if it fails."""
+    """Load the tokenizer that `model.text.tokenizer` names, from a folder or the hub; raise UserError if that fails."""
     assert text.tokenizer is not None
     return CaptionTokenizer.load(text.tokenizer, text.resolved_context_length())
 
 
 def clean_caption(caption: str) -> str:
-    """Repair encoding errors, decode HTML entities and lower-case a caption, as open_clip does before CLIP's BPE."""
+    """Clean a caption as open_clip does before CLIP's BPE.
+
+    Encoding errors are fixed, HTML entities decoded, runs of whitespace replaced by one space, and letters lower-cased.
+    """
     import ftfy  # optional dependency
 
     text = html.unescape(html.unescape(ftfy.fix_text(caption)))
@@ -207,7 +211,7 @@ def load_tokenizer(name_or_folder: Path | str, vocab_size: int | None = None) ->
         "tokenizer, you can also omit this option, to train a BPE on the captions",
     ):
         if folder.is_dir() and not any((folder / file).is_file() for file in _FILES):  # else an empty one is created
-            raise FileNotFoundError("it has no tokenizer files")
+            raise FileNotFoundError("the folder has no tokenizer files")
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=folder.is_dir())
         largest = max(tokenizer.get_vocab().values())
         _apply_lower_case(tokenizer)

@@ -58,7 +58,8 @@ def freeze(model: nn.Module, config: ModelConfig) -> None:
         model: model with the towers `vision` and `text`.
 
     Raises:
-        UserError: a tower has no list of blocks or fewer blocks than the option requests, or no separate projection.
+        UserError: a tower has fewer blocks than its option requests, or no list of blocks to count; or its option is
+            `projection`, but it has no separate projection.
     """
     for name in TOWERS:
         tower = model.get_submodule(name)
@@ -85,13 +86,11 @@ def check_separate_projection(tower: nn.Module, option: str, fix: str) -> None:
     """Raise UserError, naming `option` and `fix`, if a tower's trunk itself projects to the joint space."""
     if isinstance(tower.get_submodule("projection"), nn.Identity):
         kind = type(tower.get_submodule("trunk")).__name__
-        raise UserError(
-            f"{option} needs a tower with a separate projection to the joint space, which {kind} does not have: {fix}."
-        )
+        raise UserError(f"{option} needs a separate projection to the joint space, which {kind} does not have: {fix}.")
 
 
 def projection_width(tower: nn.Module) -> int:
-    """Return the width of the features that a tower's projection takes; it must have a separate projection."""
+    """Return the input width of a tower's projection, which must be separate from the trunk."""
     layers = [layer for layer in tower.get_submodule("projection").modules() if isinstance(layer, nn.Linear)]
     return layers[0].in_features
 
@@ -151,8 +150,8 @@ def parameter_layers(tower: nn.Module, name: str) -> list[list[str]]:
     blocks = list(block_names(tower))
     if not blocks:
         raise UserError(
-            f"The {name} tower has no list of blocks to count: set model.{name}.trainable to all or frozen, and "
-            f"optimizer.layer_decay to 1."
+            f"The {name} tower has no list of blocks, so its blocks cannot be counted: set model.{name}.trainable to "
+            f"all or frozen, and optimizer.layer_decay to 1."
         )
     layers: list[list[str]] = [[] for _ in range(len(blocks) + 2)]
     current = 0  # layer of the last parameter in a block; parameters between two blocks belong to the first of them
@@ -198,7 +197,7 @@ def add_adapters(towers: Mapping[str, nn.Module], config: LoraConfig) -> None:
     """Add LoRA adapters in place to frozen linear layers in the towers' blocks; trainable parameters stay trainable.
 
     Args:
-        towers: maps the names used in messages to the towers; load weights and freeze layers before the call.
+        towers: the towers by name; load weights and freeze layers before the call.
 
     Raises:
         UserError: peft is not installed, or no tower has blocks with frozen linear layers.

@@ -55,7 +55,7 @@ def print_dry_run(
 
     The report covers the nodes of `hostfile` or, without one, the current ranks. If `gpu_memory` is given, the report
     states whether each rank fits into a GPU with this many GB of memory. If `measured`, the folder of a short run of
-    the same model, is given, the report estimates the hours.
+    the same model, is given, the report estimates how many hours the run takes.
 
     Raises:
         UserError: the config, DeepSpeed JSON, hostfile, model or data is invalid, or the measured run is unusable. If
@@ -189,11 +189,11 @@ def _data_lines(config: Config, manifest: Manifest, order: BatchOrder) -> list[s
 def _memory_lines(
     query: MemoryQuery, gpu_memory: float | None, nodes: dict[str, int], bytes_of_features: int
 ) -> Iterator[str]:
-    """Yield memory estimates and, given `gpu_memory`, the first ZeRO config that fits.
+    """Yield memory estimates and, given `gpu_memory`, the lowest ZeRO stage that fits.
 
     Without `gpu_memory` and `nodes`, yield warnings if this machine has too little memory.
 
-    `nodes` maps hosts to ranks. Each pair has `bytes_of_features` of stored features.
+    `nodes` maps hosts to ranks, and `bytes_of_features` is the size of a pair's stored features.
     """
     towers = count_towers(query)
     estimate = account(query, towers)
@@ -216,7 +216,10 @@ def _memory_lines(
     )
     smallest = smallest_that_fits(query, towers, gpu_memory)
     if smallest is None:
-        yield f"smallest   no ZeRO stage fits: {FIX_AT_ANY_STAGE}"
+        yield f"lowest     no ZeRO stage fits: {FIX_AT_ANY_STAGE}"
     else:
         name, estimate_of_smallest = smallest
-        yield f"smallest   {name}, which needs {estimate_of_smallest.peak / 1e9:,.1f} GB per GPU"
+        yield (
+            f"lowest     {name} is the lowest ZeRO stage that fits, without offload if possible: it needs "
+            f"{estimate_of_smallest.peak / 1e9:,.1f} GB per GPU"
+        )

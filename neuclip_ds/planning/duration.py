@@ -1,4 +1,4 @@
-"""Estimate the hours of a run from the measured speed of a short run of the same model."""
+"""Estimate how many hours a run takes, from the measured speed of a short run of the same model."""
 
 import json
 import math
@@ -32,7 +32,7 @@ class MeasuredSpeed:
 
 
 def read_speed(run: Path, config: Config) -> MeasuredSpeed:
-    """Read the speed of a short run, from its logged throughput after the warm-up.
+    """Read the speed of a short run, from the second half of its logged throughput.
 
     Raises UserError if the run is shorter than 20 steps, if its model, DeepSpeed config or method differs from the
     config's, or if one of its files is missing or damaged.
@@ -70,7 +70,7 @@ def read_speed(run: Path, config: Config) -> MeasuredSpeed:
 def duration_lines(
     speed: MeasuredSpeed, steps: int, batch_size: int, world_size: int, step_bytes: float
 ) -> Iterator[str]:
-    """Yield lines of text with the estimated hours of a run and the assumptions behind them.
+    """Yield lines with the estimated duration of a run, in hours, and the assumptions behind the estimate.
 
     Args:
         speed: measured speed of a run with the same model.

@@ -53,7 +53,7 @@ class MemoryAccount(NamedTuple):
 
     device: Mapping[str, int]
     host: Mapping[str, int]  # bytes of offloaded components
-    moments: Mapping[str, int]  # bytes on the device at the three moments that can be the peak
+    moments: Mapping[str, int]  # bytes on the device in the three phases of a step; the largest is the peak
 
     @property
     def peak(self) -> int:
@@ -102,7 +102,7 @@ class MemoryQuery:
     world_size: int
     samples: int = 0  # n of the dataset, 0 if unknown
     device: str = "cuda"  # or `cpu`
-    stored_widths: Mapping[str, int] = field(default_factory=dict)  # D of each model with stored features, by name
+    stored_widths: Mapping[str, int] = field(default_factory=dict)  # width of each model's stored features, by name
 
     @cached_property
     def source(self) -> ModelSource:
@@ -223,7 +223,7 @@ def engine_memory(
         stored = share + sum(size for size in parameters.sizes if size < threshold)
         gathered = min(trained, zero.get("stage3_max_live_parameters", 10**9))
 
-    # gradients: BF16_Optimizer keeps float32 gradients of all weights in one buffer, in addition to a backward pass's
+    # gradients: BF16_Optimizer keeps all float32 gradients in one buffer, in addition to the backward pass's gradients
     is_buffered = stage == 1 and accumulated_bytes > weight_bytes and not offloads
     gradient_bytes = accumulated_bytes + (weight_bytes if is_buffered else 0)
     gradients = gradient_bytes * (share if stage > 1 else trained)
@@ -331,7 +331,7 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
 def smallest_that_fits(query: MemoryQuery, towers: Towers, gigabytes: float) -> tuple[str, MemoryAccount] | None:
     """Return the name and the estimate of the first config in ds_configs/ that fits; None if none fits.
 
-    Only configs with the run's precision are tried, in the order of their ZeRO stages, and then those that offload.
+    Only configs with the run's precision are tried, first in the order of their ZeRO stages, and then with offload.
     `gigabytes` is the memory of a GPU.
     """
     kind = precision(load_engine_config(query.config, query.world_size))

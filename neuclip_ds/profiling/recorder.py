@@ -29,7 +29,7 @@ REPORT = "report.md"
 
 
 class Recorder:
-    """Profiler that skips `after` steps, then profiles `steps` steps on all ranks; if `steps` is 0, it does nothing.
+    """Profiler of `steps` training steps on all ranks, after the first `after` steps; does nothing if `steps` is 0.
 
     Rank 0 writes breakdown.json (with `labels` such as the method and ZeRO stage), report.md and its trace.json.gz to
     the folder. The profiler starts one step early, because starting it slows down that step. On a GPU, each profiled

@@ -1,4 +1,4 @@
-"""Scores of blends of a run's start and its result: a file for programs, a table, and a plot for the run's report.
+"""Scores of blends, which average the weights of a run's start and its result: a JSON file, a table and a plot.
 
 `evaluation/STEP/blends.json` in a run's folder contains
 

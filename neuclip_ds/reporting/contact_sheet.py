@@ -1,4 +1,4 @@
-"""Pages with pictures: thumbnails as data: URIs, so that a page needs no other files, and a contact sheet of pairs."""
+"""Write pages with pictures, such as a contact sheet of pairs; thumbnails are data: URIs, so a page is one file."""
 
 import base64
 import html
@@ -48,7 +48,7 @@ def picture(image: bytes, caption: str) -> str:
     """Return the HTML of an image with a caption, which is shortened and escaped."""
     source = thumbnail(image)
     shown = caption if len(caption) <= _MAX_CHARACTERS else f"{caption[:_MAX_CHARACTERS]}..."
-    tag = f'<img src="{source}" alt="">' if source else "<em>no picture</em>"
+    tag = f'<img src="{source}" alt="">' if source else "<em>The image cannot be decoded.</em>"
     return f"<figure>{tag}<figcaption>{html.escape(shown)}</figcaption></figure>"
 
 

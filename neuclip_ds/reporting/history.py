@@ -4,7 +4,7 @@
      "changes": {"optimizer.lr": [0.002, 0.001]}}
     {"step": 200, "event": "end", "time": "..."}
 
-A launch that was killed has no end. `changes` are options whose values differ from the previous launch: [old, new].
+A launch that was killed has no end. `changes` contains the options that differ from the previous launch, as [old, new].
 """
 
 import json
@@ -45,7 +45,7 @@ class Launch:
 
 
 def changed_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the options whose values differ between two trees of options; a missing option is None."""
+    """Return the options whose values differ between two trees of options; a missing option counts as None."""
     old = _leaves(before)
     new = _leaves(after)
     changes: dict[str, tuple[Any, Any]] = {}
@@ -78,7 +78,7 @@ def recorded_launch(
 
 
 def read_launches(folder: Path) -> list[Launch]:
-    """Read a run's launches, the first one first; damaged lines are skipped, and a run without the file has none."""
+    """Read a run's launches in order; damaged lines are skipped, and a run without history.jsonl has no launches."""
     path = folder / FILE
     launches: list[Launch] = []
     if not path.is_file():
@@ -119,7 +119,7 @@ def _launch(start: Mapping[str, Any], end: Mapping[str, Any] | None) -> list[Lau
 
 
 def _time(record: Mapping[str, Any]) -> datetime:
-    """Return the time of a record; raise `ValueError`, `KeyError` or `TypeError` if it has no time with a zone."""
+    """Return the time of a record; raise `ValueError`, `KeyError` or `TypeError` if it has no time with a time zone."""
     time = datetime.fromisoformat(record["time"])
     if time.tzinfo is None:
         raise ValueError(f"{record['time']} has no time zone")

@@ -60,10 +60,11 @@ def configure_logging(rank: int, log_file: Path | None = None) -> None:
 
 @contextmanager
 def restored_logging() -> Iterator[None]:
-    """Undo at the end of the block what `configure_logging` changed in it; a command's own logging is kept.
+    """Undo, at the end of the block, the changes that `configure_logging` made in it.
 
-    Otherwise, a notebook would lose its INFO messages, and its warnings would be added to the log of the last run. Only
-    the filter for one of torch's deprecation warnings stays.
+    Without this, a notebook would lose its INFO messages, and its warnings would be added to the log of the last run.
+    Only the filter for one of torch's deprecation warnings stays. If a command configured logging before the block,
+    nothing is undone.
     """
     root = logging.getLogger()
     if _own_handlers(root):  # of a command, which configured logging before the block

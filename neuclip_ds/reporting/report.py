@@ -183,7 +183,7 @@ def _progress(series: Mapping[str, Series], launches: list[Launch], run: Path) -
 
 
 def _duration(launches: list[Launch], run: Path) -> str:
-    """Describe the total time of the launches, without those before the last one that were killed."""
+    """Describe the total duration of the launches, not counting killed launches before the last one."""
     if not launches:
         return "an unknown time"
     unknown = sum(launch.end is None for launch in launches[:-1])
@@ -203,7 +203,7 @@ def _with_end(launches: list[Launch], run: Path) -> list[Launch]:
 
 
 def _launches(launches: list[Launch]) -> Iterator[str]:
-    """Yield a table of the launches, with the options that they changed, if they are known."""
+    """Yield a table of the launches and of the options that each changed, if any launches are known."""
     rows = []
     for launch in launches:
         changes = [f"{name}: {json.dumps(old)} to {json.dumps(new)}" for name, (old, new) in launch.changes.items()]
@@ -250,7 +250,7 @@ def _scores(series: Mapping[str, Series], val: object) -> Iterator[str]:
 
 
 def wilson_interval(share: float, trials: int) -> tuple[float, float]:
-    """Return Wilson's 95% interval of a probability, given the share of successes in independent trials."""
+    """Return Wilson's 95% confidence interval for a probability, given the share of successes in independent trials."""
     z_squared = _NORMAL_QUANTILE**2
     middle = (share + z_squared / (2 * trials)) / (1 + z_squared / trials)
     spread = math.sqrt(share * (1 - share) / trials + z_squared / (4 * trials**2))
@@ -281,7 +281,7 @@ def _blends(run: Path) -> Iterator[str]:
             header, *rows = blends.rows()
         except (OSError, ValueError, TypeError, KeyError, AttributeError):  # damaged; `evaluate` writes it again
             continue
-        yield _table(f"Blends of {path.parent.name} with its start, %", header, rows)
+        yield _table(f"Blends of {path.parent.name} with the run's start, %", header, rows)
         yield f"<p>Blend 0 is the start, {html.escape(blends.start)}; blend 1 is the result.</p>"
         yield blends_plot(blends)
 
@@ -324,7 +324,7 @@ def _plotted_metrics(series: Mapping[str, Series]) -> list[str]:
 
 
 def _chance_lines(metrics: Iterable[str], series: Mapping[str, Series]) -> list[dict[str, Any]]:
-    """Return a line for page.js for each chance level of some metrics."""
+    """Return, for page.js, a line at the chance level of each metric that has a finite one."""
     lines = []
     for name in metrics:
         chance = _chance_of(name, series)

@@ -73,7 +73,7 @@ def _row(query: dict) -> str:
         is_own = image["index"] == query["index"]
         marked = ' class="own"' if is_own else ""
         score = f"{float(image['score']):.2f}"
-        name = f"sample {int(image['index'])}" + (", its own image" if is_own else "")
+        name = f"sample {int(image['index'])}" + (", the caption's own image" if is_own else "")
         source = html.escape(str(image["picture"]))
         cells.append(f'<td{marked}><img src="{source}" alt="{name}" title="{name}"><br>{score}</td>')
     return f"<tr>{''.join(cells)}</tr>"

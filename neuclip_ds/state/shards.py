@@ -31,7 +31,7 @@ from neuclip_ds.state.partition import RowTable
 from neuclip_ds.state.tensor_file import BytesFile, StateFile, TensorFile, row_chunks
 
 INDEX = "index.json"
-TABLE = "table"  # kind of the row tables' tensors, which are named TABLE/TENSOR
+TABLE = "table"  # KIND of the row tables' tensors; their NAME is the table's name, a slash and the tensor's name
 _REPLICATED = "whole"  # end of a replicated tensor's key
 _FIX = "restore the file, or use an older checkpoint"
 
@@ -125,7 +125,7 @@ class ShardFiles:
         for name in self._replicated_names.get(kind, ()):
             if name.startswith(prefix):
                 stored = self._file(0).get_tensor(f"{kind}/{name}/{_REPLICATED}")
-                # a copy, because the file's memory changes when a run saves into the folder that it has loaded
+                # a copy, because the file is memory-mapped and a run may save into the folder that it has loaded
                 tensors[name.removeprefix(prefix)] = stored.clone()
         return tensors
 
@@ -152,7 +152,8 @@ class ShardFiles:
         if next_row < stop:
             raise UserError(
                 f"{self.folder} lacks the rows [{next_row}, {stop}) of {name} ({kind}): the folder was written with "
-                "other data or settings, or files are missing; restore the folder, or start a new run (run.name)."
+                "other data or settings, or files are missing; restore the folder, or give the run another name "
+                "(run.name)."
             )
         if not pieces:
             return torch.empty(0, device="cpu")
@@ -171,9 +172,9 @@ class ShardFiles:
             stored = {name.removeprefix(prefix) for name in self.names(TABLE) if name.startswith(prefix)}
             if stored != set(table.tensors):
                 raise UserError(
-                    f"{self.folder} contains these tensors of the loss: {', '.join(sorted(stored)) or 'none'}; but "
-                    f"this run needs: {', '.join(sorted(table.tensors))}. Use the options of the loss (objective.*) of "
-                    "the run that wrote the folder."
+                    f"{self.folder} contains these tensors of the loss's state: {', '.join(sorted(stored)) or 'none'}; "
+                    f"this run needs {', '.join(sorted(table.tensors))}. Set the options of the loss (objective.*) as "
+                    "in the run that wrote the folder."
                 )
             for key, target in table.tensors.items():
                 self._fill(prefix + key, target, table)

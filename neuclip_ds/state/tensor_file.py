@@ -87,7 +87,7 @@ StateFile = TensorFile | BytesFile
 
 
 def row_chunks(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Split a tensor by rows into views of at most about 64 MB, or of one row if it is larger."""
+    """Split a tensor by rows into views of at most about 64 MB; a larger row is a view by itself."""
     if tensor.numel() == 0 or tensor.ndim == 0:
         return (tensor,)
     row_bytes = tensor[0].numel() * tensor.element_size()

@@ -52,7 +52,7 @@ class SaveCheckpoints(Hook):
             loop.events.add(loop.done, "save_failed", message, shared=True)
 
     def _is_due(self, loop: Loop, result: StepResult) -> bool:
-        """Return whether a multiple of `run.checkpoint_every` steps has been reached since the last attempt to save.
+        """Return whether the step was applied and passed a multiple of `run.checkpoint_every` since the last attempt.
 
         Earlier updates may be the reason for a skipped step, so a checkpoint waits for the next applied step.
         """

@@ -55,8 +55,8 @@ def _check_stored_features(config: Config) -> None:
         )
     if objective.prefixes and config.recovery.epochs:
         raise UserError(
-            "recovery.epochs cannot be combined with objective.prefixes, whose statistics are not recovered: remove "
-            "one of them."
+            "recovery.epochs cannot be combined with objective.prefixes, whose statistics are not recovered: omit one "
+            "of these options."
         )
     if objective.reference_model is None:
         return
@@ -94,7 +94,7 @@ def check_tables(tables: Mapping[str, FeatureTable]) -> None:
 def check_data(saved: Mapping[str, Any], manifest: Manifest, what: str, fix: str) -> None:
     """Raise `UserError` if a manifest's content hash differs from the hash in a checkpoint's record of its data.
 
-    `what` is the subject of the message, and `fix` is an alternative to the use of the recorded data.
+    `what` is the subject of the message, and `fix` is an alternative to using the recorded data.
     """
     if manifest.content_hash != saved["hash"]:
         raise UserError(
@@ -146,7 +146,7 @@ def config_warnings(config: Config, steps: int) -> list[str]:
 def fingerprint(config: Config) -> Fingerprint:
     """Return the part of the config that a resumed run must share with its checkpoint."""
     data = config.data
-    order: dict[str, int] = {}  # options of the order of the samples, without those that the data determine
+    order: dict[str, int] = {}  # options of the order of the samples, except those that the data determine
     for name in ("shard_streams", "shuffle_block_size"):
         value = getattr(data, name)
         if value is not None:
@@ -175,7 +175,10 @@ def _state_options(objective: ObjectiveConfig) -> Fingerprint:
 
 
 def _stored_features(objective: ObjectiveConfig) -> Fingerprint:
-    """Return how stored features are used; TrainingData.record() names their models, so folders may be moved."""
+    """Return the settings of stored features without their folders, which may move.
+
+    `TrainingData.record()` identifies the features.
+    """
     distill = objective.distill
     teachers = len(distill.folders)
     settings: dict[str, Any] = {

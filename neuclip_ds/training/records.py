@@ -15,17 +15,17 @@ from neuclip_ds.files import explain_disk
 from neuclip_ds.reporting.metrics import MetricsLog
 from neuclip_ds.training.hooks import Hook
 
-_STOP_LIMIT = 300.0  # longest time in seconds between the requests of the ranks to stop after a step
+_STOP_LIMIT = 300.0  # longest time in seconds to wait until all ranks have requested the same stop
 
 if TYPE_CHECKING:
     from neuclip_ds.training.trainer import Loop, StepResult
 
 
 def wait_for_requests_of_all(communicator: Communicator, done: int) -> None:
-    """Wait until a stop after step `done` has been requested on all ranks, without a collective.
+    """Wait, without a collective, until all ranks have requested a stop after step `done`.
 
-    Raises `UserError` after 5 minutes: then the other ranks have continued training, and wait for this rank in a
-    collective.
+    Raises `UserError` after 5 minutes, because the other ranks must then have continued training, and wait for this
+    rank in a collective.
     """
     name = f"stops after step {done}"
     requests = communicator.count(name)
@@ -46,12 +46,12 @@ def is_log_step(loop: Loop) -> bool:
 
 
 class WriteRecords(Hook):
-    """Writes metrics, events and bad samples, and ends the run if too many samples are bad or a signal requests it.
+    """Writes metrics, events and bad samples, and ends the run if too many samples are bad or a stop signal arrives.
 
-    Metrics are written every `run.log_every` steps, with the throughput and the fractions of time spent waiting. At
-    these steps, one exchange informs all ranks of the other ranks' bad samples and stop signals; if any rank has
-    received a signal, or a hook has requested a stop on any rank, all ranks stop after the same step, with a
-    checkpoint.
+    Metrics are written every `run.log_every` steps, with the throughput and the fractions of time spent waiting for
+    batches and in collectives. At these steps, one exchange informs all ranks of the other ranks' bad samples and stop
+    signals; if any rank has received a signal, or a hook has requested a stop on any rank, all ranks stop after the
+    same step, with a checkpoint.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class WriteRecords(Hook):
         self._begin_interval(loop)
 
     def _exchange(self, loop: Loop) -> None:
-        """Merge the bad samples of all ranks, and stop the loop if any rank has a stop signal or a requested stop."""
+        """Merge the bad samples of all ranks, and stop the loop if any rank received a signal or requested a stop."""
         local = (self._bad_samples.take_new(), take_signal(), loop.stop_requested)
         gathered = loop.context.communicator.gather_objects(local)
         self._bad_samples.merge([new for new, _, _ in gathered])

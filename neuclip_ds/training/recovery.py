@@ -1,4 +1,4 @@
-"""Recover the optimizer's moments and each sample's moving average u, which pretrained models lack (TuneCLIP stage 1).
+"""Recover the optimizer's moments and each sample's moving average u, which pretrained models lack (TuneCLIP stage I).
 
 A separate loop runs before training. Its weights are frozen (by a learning rate of 0, which also disables decoupled
 weight decay) while every sample's u and the moments accumulate (TuneCLIP Algorithm 1). For a method without u, only the
@@ -74,7 +74,7 @@ def recovery_config(config: Config) -> Config:
 
 @contextmanager
 def without_batch_norm_updates(engine: Engine) -> Iterator[None]:
-    """Context of the recovery loop, in which batch norm keeps the checkpoint's statistics."""
+    """Keep batch norm's statistics unchanged during the `with` block, in which the recovery loop runs."""
     with kept_statistics(batch_norms(engine.module)):
         yield
 
@@ -117,15 +117,15 @@ def load_recovered_state(checkpoint: Path, context: RunContext, loss: Contrastiv
             check_temperature(checkpoint, trained_temperature(files.replicated(OBJECTIVE)), float(tau))
         files.fill({_TABLE: tables[_TABLE]})
         restored.append("statistics")
-    log.info("recovered state from %s: %s", checkpoint, " and ".join(restored) or "none")
+    log.info("loaded the recovered state from %s: %s", checkpoint, " and ".join(restored) or "none")
 
 
 def check_temperature(checkpoint: Path, recovered_tau: Tensor | None, tau: float) -> None:
-    """Raise `UserError` if u was recovered at another temperature, or at one for each sample (None)."""
+    """Raise `UserError` if u was recovered at a temperature other than `tau`, or at individual temperatures (None)."""
     if recovered_tau is None:
         raise UserError(
-            f"{checkpoint} contains u at temperatures of individual samples, but this run starts at the temperature "
-            f"{np.float32(tau)!s}: recover again with recovery.loss=gcl."
+            f"{checkpoint} contains u at individual temperatures of the samples, but this run starts at the "
+            f"temperature {np.float32(tau)!s}: recover again with recovery.loss=gcl."
         )
     if not math.isclose(float(recovered_tau), tau, rel_tol=1e-6):  # exp(log(tau)) is rounded
         shown = str(np.float32(float(recovered_tau)))  # enough digits to set the same float32 number
@@ -141,8 +141,8 @@ def _check_reference(checkpoint: Path, recovered: Mapping[str, Any], data: Mappi
     job = data.get("features", {}).get(REFERENCE)
     if recovered_job != job:
         raise UserError(
-            f"{checkpoint} was recovered with a different objective.reference_model, or without one: use the reference "
-            "model of the recovery in this run, or recover again."
+            f"The objective.reference_model of the recovery in {checkpoint} differs from this run's, or only one of "
+            "them has a reference model: use the recovery's reference model (or none) in this run, or recover again."
         )
 
 
@@ -155,7 +155,7 @@ def gamma_epoch_offset(config: Config) -> int:
 
 
 def find_reused(context: RunContext) -> Path:
-    """Return the checkpoint named by `recovery.reuse`, or the named run's newest one (recovery checkpoints first).
+    """Return the checkpoint that `recovery.reuse` names, or the named run's newest (recovery checkpoints first).
 
     All ranks call this together. Raises `UserError` if there is no checkpoint, or if it is damaged.
     """
@@ -168,7 +168,8 @@ def find_reused(context: RunContext) -> Path:
             checkpoints.extend(complete_checkpoints(folder / "checkpoints"))
         if not checkpoints:
             raise UserError(
-                f"recovery.reuse={path} contains no complete checkpoint. Pass a run whose recovery is complete."
+                f"recovery.reuse={path} contains no complete checkpoint. Pass the folder of a run with a complete "
+                "recovery."
             )
         return str(max(checkpoints))
 

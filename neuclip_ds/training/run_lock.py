@@ -24,7 +24,7 @@ _LOCK_IS_HELD = (errno.EACCES, errno.EAGAIN)
 _WHOLE_FILE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # struct flock of Linux
 _HEARTBEAT_INTERVAL = 10.0  # seconds between heartbeats
 _HEARTBEAT_TIMEOUT = 25.0  # seconds without a heartbeat after which a process on another host is considered dead
-_EXIT_TIMEOUT = 5.0  # seconds that a stopped process has to exit
+_EXIT_TIMEOUT = 5.0  # seconds to wait for the exit of a process on this host that holds the lock
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def _lock_file(handle: int) -> None:
     except OSError as error:
         if error.errno in _LOCK_IS_HELD:
             raise
-        # an older kernel, which has only locks that a process loses as soon as any of its code closes the file
+        # older kernels have only locks that a process loses as soon as any of its code closes the file
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 

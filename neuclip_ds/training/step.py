@@ -35,7 +35,7 @@ class StepOutcome:
 def train_step(
     engine: Engine, loss: ContrastiveLoss, batches: DeviceBatches, batch: DeviceBatch, position: Position
 ) -> StepOutcome:
-    """Update the weights, the temperature and the estimators, or skip the step on all ranks.
+    """Train on one batch: update the weights, the temperature and the estimators, or skip the step on all ranks.
 
     A step whose loss or gradient is not finite is skipped without an extra copy to the host: the gradients become NaN
     on all ranks, and the optimizer rejects them. By then, the loss and batch norm have updated their state, so both are
@@ -44,7 +44,7 @@ def train_step(
     Args:
         engine: the towers and their optimizer.
         loss: the loss, built with `undo=True`.
-        batches: the source of the batch, which prefetches the next one.
+        batches: the source of `batch`; the step prefetches the next batch from it.
         batch: this rank's part of the global batch.
         position: position of the step in the run.
     """

@@ -81,7 +81,7 @@ def check_trunks(
 def check_trunk_outputs(
     tables: Mapping[str, FeatureTable], model: DualEncoder, preprocessing: Preprocessing, tokenizer: ModelTokenizer
 ) -> None:
-    """Raise `UserError` unless tables fit the model's projections and contain features of the same pixels and tokens.
+    """Raise `UserError` unless tables fit the model's projections and were computed from the same pixels and tokens.
 
     Args:
         tables: the tables of the run, by name.

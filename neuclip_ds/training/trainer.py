@@ -110,9 +110,10 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
         hooks: hooks in addition to the standard hooks of every run.
 
     Raises:
-        UserError: the config or the data is invalid; raised before the first step where possible.
-        TrainingDiverged: too many consecutive steps have a non-finite loss or gradient, and there is no checkpoint to
-            return to, or the return did not help; or replicated state differs between ranks.
+        UserError: the config, the data or a checkpoint is invalid, or another problem needs the user, such as a full
+            disk; raised before the first step where possible.
+        TrainingDiverged: losses or gradients stay non-finite, and there is no checkpoint to return to, or returning to
+            one did not help; or replicated state differs between ranks.
         Interrupted: a signal stopped the run; if the run was training, it has saved a checkpoint.
     """
     check_config(config, environment.world_size)  # a mistake in the config is reported before ranks connect
@@ -138,7 +139,12 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
             completed_steps = communicator.on_rank_zero(lambda: read_complete(folder))
             is_complete = loop.done == loop.total and completed_steps == loop.total
             if is_complete:
-                log.info("%s is complete after %d steps; to train more, raise epochs or max_steps", folder, loop.done)
+                log.info(
+                    "%s is complete after %d steps; to train further, raise max_steps (or epochs, if max_steps is not "
+                    "set)",
+                    folder,
+                    loop.done,
+                )
             else:
                 changes = communicator.on_rank_zero(lambda: move_staged_files(staged, folder, loop.context.config))
 
@@ -164,7 +170,7 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
 def closed_at_end(engine: Engine) -> Iterator[None]:
     """Close the engine after the block, so that a program that trains several times keeps no model of an earlier run.
 
-    After an error on one of several ranks, the engine stays open: closing it waits for the GPU, which may be waiting
+    After an error in a run on several ranks, the engine stays open: closing it waits for the GPU, which may be waiting
     for other ranks.
     """
     try:
@@ -178,7 +184,7 @@ def closed_at_end(engine: Engine) -> Iterator[None]:
 
 
 def recover_and_train(run: "Run", hooks: Sequence[Hook]) -> bool:
-    """Recover statistics if the config enables it, then train; return False if the recovery was stopped early."""
+    """Run the recovery loop, if the run has one, then train; return False if the recovery was stopped early."""
     context = run.loop.context
     if run.recovery is not None:
         recovery_folder = run.recovery.folder
@@ -215,7 +221,7 @@ class RunContext:
     embed_dim: int
     """Width of the features."""
     logits: LogitParameters
-    """Temperature and bias of the encoders' checkpoint; without one, fixed defaults."""
+    """Temperature and bias of the encoders' checkpoint; if there is no checkpoint, fixed defaults."""
     comm_dtype: torch.dtype
     """Dtype in which features are sent between ranks."""
     compilation: Compilation
@@ -286,7 +292,7 @@ def build_run(config: Config, communicator: Communicator, folder: Path, staged: 
         checkpoint_extras=checkpoint_extras(staged, folder, config) if communicator.rank == 0 else {},
     )
 
-    # state: of the newest checkpoint, of another run's recovery, or new
+    # state: loaded from the newest checkpoint or from another run's recovery, or new
     # docs: build
     loop = Loop(context, config, folder, epoch_offset=gamma_epoch_offset(config))
     # docs: end
@@ -308,7 +314,8 @@ def build_run(config: Config, communicator: Communicator, folder: Path, staged: 
 def newest_checkpoint(config: Config, communicator: Communicator, folder: Path) -> Path | None:
     """Return the newest intact checkpoint of a run's training, else of its recovery, else None.
 
-    Raises `UserError`, before anything is built, if the checkpoint does not match the config, or if all are damaged.
+    Raises `UserError`, before anything is built, if the checkpoint does not match the config, or if all checkpoints are
+    damaged.
     """
     training = Checkpoints(folder / "checkpoints", communicator, 1)
     newest = training.newest()
@@ -348,7 +355,7 @@ def start_encoders(
     def save() -> None:
         with explain_disk(staged / MODEL):
             if resumed is not None:
-                start_hash = read_start_hash(resumed / MODEL)  # the start may have been replaced since
+                start_hash = read_start_hash(resumed / MODEL)  # the initial checkpoint may have been replaced since
             else:
                 start_hash = weights_hash(model) if config.model.pretrained else None
             source.save(staged / MODEL, logits, start_hash)
@@ -356,7 +363,7 @@ def start_encoders(
     communicator.on_rank_zero(save)
     parameters = Parameters.of(model)  # before ZeRO 3 partitions them
     if parameters.frozen:
-        log.info("%d of %d parameters are trained", parameters.trained, parameters.total)
+        log.info("%s of %s parameters are trainable", f"{parameters.trained:,}", f"{parameters.total:,}")
     compile_towers(model, compilation)
     engine = start_engine(model, config.optimizer, engine_config, communicator, config.run.seed)
     return engine, logits, parameters.total
@@ -367,7 +374,7 @@ def start_encoders(
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Result of a training step; equal on all ranks, except for the batch and the times."""
+    """Result of a training step; equal on all ranks, except for the batch, the times and the throughput."""
 
     step: int
     """Number of steps done, including this one."""
@@ -382,7 +389,7 @@ class StepResult:
     not_finite: Sequence[int]
     """Indices of samples on all ranks with non-finite features, if the step was skipped."""
     is_partial_batch: bool
-    """Whether the batch is the small last batch of an epoch, whose loss is not comparable to a full batch's."""
+    """Whether the batch is the last of an epoch and under half full; its loss is not comparable to a full batch's."""
     batch: RankBatch
     """This rank's samples, whose pixels have been released."""
     lr: float
@@ -390,11 +397,11 @@ class StepResult:
     skipped: int
     """Number of steps skipped in the run so far."""
     waited: float
-    """Seconds lost to waiting for the batch."""
+    """Seconds that the step waited for the batch."""
     seconds: float
     """Duration of the whole step, in seconds."""
     samples_per_second: float
-    """Throughput of all ranks over up to 50 of the last steps; NaN after the first step since a launch or rollback."""
+    """Throughput of all ranks over at most the last 50 steps; NaN after the first step since a launch or rollback."""
     metric_tensors: Mapping[str, Tensor]
     """Metrics of the loss, on the device."""
 
@@ -428,7 +435,7 @@ class Loop:
             some ranks set it, all ranks stop if metrics are logged after that step, and fail with an error if not.
         stop_signal: the signal that requested the stop, if any; the loop then raises `Interrupted`.
         resources: stack of the context managers that hooks enter when they start; the stack closes when the loop ends.
-        events: the log of problems.
+        events: the log of events, such as problems (events.jsonl).
         metrics: the log of metrics (metrics.jsonl and TensorBoard), open on rank 0 while the loop runs, else None.
     """
 
@@ -466,7 +473,7 @@ class Loop:
         self._done_at_rollback = -1  # number of steps done at the last rollback
         self._hooks: dict[str, Hook] = {}  # by the name of their state in a checkpoint, in the order of their calls
         self._hook_states: Mapping[str, Any] = {}  # from the checkpoint, by the hook's name
-        self._compiled_before = context.compilation  # what was compiled when the checkpoint was written
+        self._compiled_before = context.compilation  # parts that were compiled when the checkpoint was written
 
     def resume(self, checkpoint: Path) -> None:
         """Load the engine and the loss from an intact checkpoint, and set `done` to its step.
@@ -544,15 +551,15 @@ class Loop:
         context = self.context
         self.checkpoints.set_aside_beyond(self.done)
         log.info(
-            "%s: %d pairs in %s, %d parameters, %s, batch %d, %d steps of which %d are done",
+            "%s: %s in %s, %s, %s, batch %d, %s of %s done",
             self.fingerprint["method"],
-            context.data.manifest.n_used,
+            counted(context.data.manifest.n_used, "pair"),
             counted(context.data.manifest.n_shards, "shard"),
-            self.fingerprint["parameters"],
+            counted(self.fingerprint["parameters"], "parameter"),
             counted(context.communicator.world_size, "rank"),
             self.fingerprint["batch_size"],
-            self.total,
-            self.done,
+            f"{self.done:,}",
+            counted(self.total, "step"),
         )
         ema_decay = context.config.ema.decay
         average = None
@@ -626,12 +633,12 @@ class Loop:
             self.events.add(self.done + 1, "compilation_changed", message, level=logging.INFO, shared=True)
         for hook in named_hooks.values():
             hook.start(self)
-            # when the loop ends, the stack calls this with the exception that ended it
+            # when the loop ends, the stack calls this with the exception that ended the loop, if any
             self.resources.push(lambda kind, error, traceback, hook=hook: hook.close(self, error))
         return named_hooks
 
     def _train_step(self, batch: DeviceBatch, start_time: float, end_times: deque[float]) -> StepResult:
-        """Run one step, and describe its result for the hooks.
+        """Run one step, and return its result for the hooks.
 
         Args:
             batch: this rank's part of the batch.
@@ -676,7 +683,7 @@ class Loop:
 
 
 def _build_loss(context: RunContext, config: Config, steps_per_epoch: int) -> ContrastiveLoss:
-    """Build a loop's loss, which uses the run's communicator and needs no checks of its arguments."""
+    """Build the loss of a loop; it uses the run's communicator, and does not check its arguments."""
     comm_dtype = str(context.comm_dtype).removeprefix("torch.")
     return ContrastiveLoss(
         config.objective.model_copy(update={"comm_dtype": comm_dtype}),

@@ -114,7 +114,7 @@ def test_the_window_forgets(tmp_path):
 def test_zero_tolerance_names_the_cause_met_most_often(tmp_path):
     log = BadSampleLog(tmp_path, 0.0)
     reasons = ["read failed: a", "read failed: b", "no image"]
-    with pytest.raises(UserError, match=r"3 of 30 .*most frequent cause, 2 times: read failed"):
+    with pytest.raises(UserError, match=r"3 of 30 .*most frequent cause: read failed, 2 times"):
         merged(log, *(bad_batch([index], reason=reason) for index, reason in enumerate(reasons)))
 
 

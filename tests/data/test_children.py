@@ -43,7 +43,7 @@ def test_a_script_without_a_main_guard_starts_processes(given: str, tmp_path: Pa
     [
         (os._exit, [3], "ended with exit code 3"),
         (signal.raise_signal, [signal.SIGKILL], "was killed .SIGKILL.; if memory ran out, close other programs"),
-        (signal.raise_signal, [signal.SIGABRT], "was ended by SIGABRT"),
+        (signal.raise_signal, [signal.SIGABRT], "was killed by SIGABRT"),
     ],
 )
 def test_the_end_of_a_process_is_named(work: Any, arguments: list[int], cause: str) -> None:

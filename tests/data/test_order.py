@@ -82,7 +82,7 @@ def test_a_batch_takes_samples_from_all_streams():
 def test_impossible_orders_and_steps_are_refused():
     with pytest.raises(UserError, match="must be at least 0"):
         mixture_of([0, 0, 0])
-    with pytest.raises(UserError, match="drop_last=true leaves no batch, because 7 samples do not fill one"):
+    with pytest.raises(UserError, match="drop_last=true leaves no batch, because the 7 samples are fewer"):
         order_of([7], 8, drop_last=True)
     with pytest.raises(UserError, match="contains 1 sample;"):
         order_of([1, 0], 8)

@@ -106,6 +106,6 @@ def test_recipes_of_papers_use_clips_tokenizer(
     assert ours.vocab_size == 49408 and ids.equal(theirs) and "captions" not in caplog.text
     monkeypatch.setattr(training_data, "find_spec", lambda name: None)
     assert tokenizer("absent").vocab_size < 49408
-    assert "on the captions: open_clip_torch, which has CLIP's vocabulary, is not installed" in caplog.text
+    assert "on the captions, because open_clip_torch, which has CLIP's vocabulary, is not installed" in caplog.text
     assert tokenizer("none", "--model.text.tokenizer=null").vocab_size < 49408
-    assert "on the captions: model.text.tokenizer is not set" in caplog.text
+    assert "on the captions, because model.text.tokenizer is not set" in caplog.text

@@ -64,7 +64,7 @@ def test_a_run_resumes_although_all_files_next_to_its_checkpoints_are_damaged(
     for path in [*files, run / "checkpoints" / "best.json"]:
         DAMAGES[damage](path)
     done = train(tmp_path / "runs", shards, 6, *OPTIONS)
-    assert "6 steps of which 4 are done" in done.stderr
+    assert ", 4 of 6 steps done" in done.stderr
     assert "Traceback" not in done.stderr
     assert newest_checkpoint(tmp_path / "runs").name == "step_000000006"
     assert [record["step"] for record in read_metrics(run / "metrics.jsonl")][-1] == 6

@@ -225,7 +225,7 @@ MISUSE: list[tuple[dict[str, Any], str]] = [
     ({"index": torch.arange(4.0)}, "index has dtype torch.float32"),
     ({"index": [0, 1, 2, 3]}, r"index has type list, but must be a tensor: pass torch.as_tensor\(index\)"),
     ({"index": torch.arange(4).numpy()}, "index has type ndarray, but must be a tensor"),
-    ({"index": None}, "fastclip_v3 keeps state of each sample: pass index"),
+    ({"index": None}, "fastclip_v3 needs the index of each sample: pass index"),
     ({"valid": torch.ones(4)}, "valid has dtype torch.float32"),
 ]
 

@@ -99,16 +99,16 @@ def test_the_report_says_whether_the_run_fits_the_gpus_and_which_stage_does(
     monkeypatch.setattr(memory, "count_activations", no_activations)
     config = parse(["models/vitb32", f"--data.train={tmp_path}/nothing", "--deepspeed=zero1_bf16"]).config
     cases = [
-        (80, "fits", "zero0_bf16, "),
-        (2, "does not fit", "zero2_bf16_offload, "),
+        (80, "fits", "zero0_bf16 is "),
+        (2, "does not fit", "zero2_bf16_offload is "),
         (1, "does not fit", "no ZeRO stage fits: use a smaller data.micro_batch"),
     ]
-    for gigabytes, verdict, smallest in cases:
+    for gigabytes, verdict, lowest in cases:
         with pytest.raises(UserError, match="nothing"):
             print_dry_run(config, ONE, ROOT / "hostfiles" / "1node8gpu", gigabytes)
         printed = capsys.readouterr().out
         assert f"zero1_bf16 {verdict} 8 x {gigabytes} GB" in printed
-        assert f"smallest   {smallest}" in printed
+        assert f"lowest     {lowest}" in printed
 
 
 def test_only_rank_zero_prints(

@@ -126,7 +126,7 @@ def test_tables_of_other_data_or_methods_are_refused(tmp_path: Path) -> None:
         files.fill(table(40, 0, 1))
     part = Partition.of(23, 0, 1)
     for tensors, words in [
-        ({"tau_image": torch.zeros(23)}, "of the loss: u, w; but this run needs: tau_image"),
+        ({"tau_image": torch.zeros(23)}, "of the loss's state: u, w; this run needs tau_image"),
         ({"u": torch.zeros(23), "w": torch.zeros(23, 2)}, r"the rows of samples/w have shape \(3,\)"),
     ]:
         with pytest.raises(UserError, match=words):

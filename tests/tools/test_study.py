@@ -183,7 +183,7 @@ def test_a_study_resumes_where_it_was_interrupted(
     ("arguments", "message"),
     [
         (["demo:many"], "number of scenes"),
-        (["demo:900", "--processes=0"], "integer from 1"),
+        (["demo:900", "--processes=0"], "positive integer"),
         (["demo:900", "--stages", "gaet"], "did you mean gate"),
         (["demo:900", "--stages", "gate", "--arms", "openclp"], "did you mean openclip"),
         (["demo:900", "--stages", "gate", "--batch", "7"], "2048"),

@@ -174,7 +174,7 @@ def test_a_stall_of_any_rank_is_logged_and_reaches_the_file(tmp_path: Path, capl
         run_step(hook, loop, step, **({"waited": 8.0, "seconds": 9.0} if step >= 40 else {}))
     logged = [record.getMessage() for record in caplog.records]
     assert [text.split(" waited")[0] for text in logged] == ["step 40", "step 41", "step 43"]  # the 1st, 2nd and 4th
-    assert "8.0 s for its batch; a usual step takes 0.5 s (stall number 1 of this launch)" in logged[0]
+    assert "8.0 s for its batch; the median step takes 0.5 s (stall number 1 of this launch)" in logged[0]
     assert "samples [250, 17], the first in 00002.tar. If this recurs, raise data.workers (now 2)" in logged[0]
     assert list(read_events(tmp_path)) == []
     shares: list[Any] = []
@@ -194,7 +194,7 @@ def test_skipped_steps_are_reported_with_their_samples_and_end_in_a_rollback(
         run_step(hook, loop, step, applied=step in applied, not_finite=[30, 33] if step == 3 else [])
     found = [(event.step, event.indices) for event in read_events(tmp_path)]
     assert found == [(step, [30, 33] if step == 3 else samples(step)) for step in range(1, 15) if step not in applied]
-    assert "step 3 is skipped and changes nothing: the features of samples [30, 33] are not finite (l" in caplog.text
+    assert "step 3 was skipped and changed nothing: the features of samples [30, 33] were not finite (l" in caplog.text
     with pytest.raises(RollBack, match=r"^steps 6 to 15 were skipped: in the last step, the loss or .*\[150"):
         run_step(hook, loop, 15, applied=False)
     hook.close(loop, RollBack("back", tmp_path / "step_000000005"))

@@ -28,7 +28,7 @@ def test_a_machine_without_the_run_resumes_from_the_copy(shards: Path, tmp_path:
     shutil.rmtree(tmp_path / "here")
 
     second = train(tmp_path / "there", shards, 6, *with_copy, ranks=2)
-    assert "fetched step_000000004 from" in second.stderr + second.stdout
+    assert "fetched checkpoint step_000000004 from" in second.stderr + second.stdout
     assert names(store)[-2:] == ["step_000000004", "step_000000006"]
     steps = [record["step"] for record in read_metrics(tmp_path / "there/run/metrics.jsonl") if "loss" in record]
     assert steps == [1, 2, 3, 4, 5, 6], "metrics came with it"

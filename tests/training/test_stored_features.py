@@ -142,7 +142,7 @@ def test_each_step_gets_the_rows_of_its_samples(workspace: Path, tmp_path: Path)
                 assert torch.equal(found[valid], expected[index[valid]])
                 assert not found[~valid].any()
 
-    message = "was recovered with a different objective.reference_model"
+    message = "The objective.reference_model of the recovery in .* differs from this run's"
     reuse = [f"recovery.reuse={tmp_path}/run", "recovery.epochs=1"]
     with pytest.raises(UserError, match=message):
         run(workspace, tmp_path / "reused", 1, "objective.reference_model=other", *reuse)

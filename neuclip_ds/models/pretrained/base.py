@@ -40,7 +40,7 @@ class CheckpointRef(NamedTuple):
 
 
 class LogitParameters(NamedTuple):
-    """Temperature and bias of the logits s / temperature + bias; each is None if absent from the checkpoint."""
+    """Temperature and bias of the logits, similarity / temperature + bias; None if absent from the checkpoint."""
 
     temperature: float | None
     bias: float | None
@@ -58,7 +58,7 @@ class Preprocessing:
     interpolation: Interpolation = "bicubic"  # used for resizing
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields in a JSON-compatible form; omit the last two fields if they have their defaults."""
+        """Return the fields in a JSON-compatible form; omit `margin` and `interpolation` at their defaults."""
         fields = {"size": self.size, "mean": list(self.mean), "std": list(self.std), "squash": self.squash}
         if self.margin:
             fields["margin"] = self.margin
@@ -117,7 +117,7 @@ class ModelSource(ABC):
         """Return the tokenizer of the model's checkpoint or text encoder or, if it has none, `new_tokenizer()`.
 
         Raises:
-            UserError: neither can be used.
+            UserError: that tokenizer is missing or unsupported, or does not match the model.
         """
 
     @abstractmethod
@@ -169,7 +169,10 @@ class ModelSource(ABC):
 
 
 def read_start_hash(folder: Path) -> str | None:
-    """Read the hash that `ModelSource.save` wrote; None without `model.pretrained` and for runs of earlier versions."""
+    """Return the hash that `ModelSource.save` wrote, or None if the run has none.
+
+    Runs without `model.pretrained` and runs of earlier versions have none.
+    """
     start_hash: str | None = read_json(folder / START_FILE).get(_START_HASH)
     return start_hash
 
@@ -234,7 +237,7 @@ def raise_on_mismatch(
     problems = []
     for problem, names in tensors_by_problem.items():
         if names:
-            problems.append(f"{counted(len(names), 'tensor is', 'tensors are')} {problem} (first {names[0]})")
+            problems.append(f"{counted(len(names), 'tensor is', 'tensors are')} {problem} (first: {names[0]})")
     if problems:
         raise UserError(
             f"The weights of {where} do not match its config: {', '.join(problems)}; "

@@ -17,7 +17,7 @@ from neuclip_ds.errors import UserError, explained
 SENTENCE_TRANSFORMERS = "sentence_transformers"  # name of the format
 SMALL_FILES = ("*.json", "*.txt", "*.model")  # configs and tokenizers, but no weights
 ADAPTER_FILE = "adapter_config.json"  # of the peft library
-_STATE_KEYS = ("state_dict", "model_state_dict", "model", "module")  # of the weights in a training checkpoint
+_STATE_KEYS = ("state_dict", "model_state_dict", "model", "module")  # keys of the weights in training checkpoints
 _NUMPY_SCALARS = (np.bool_, np.int32, np.int64, np.float32, np.float64)
 
 
@@ -25,7 +25,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file; raise UserError if the file is missing or does not contain an object."""
     if not path.is_file():
         raise UserError(f"{path.parent} contains no {path.name}; put the checkpoint's file there.")
-    with explained(f"{path} is not valid JSON or not an object", "replace it with the checkpoint's file"):
+    with explained(f"{path} does not contain a valid JSON object", "replace it with the checkpoint's file"):
         return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
@@ -102,7 +102,7 @@ def first_file(folder: Path, names: Sequence[str]) -> Path | None:
 
 
 def save_small_files(source: Path, folder: Path) -> None:
-    """Copy the files of a checkpoint that match SMALL_FILES to a folder, but not the index of the weights."""
+    """Copy a checkpoint's files that match SMALL_FILES, except the index of the weights, to a folder."""
     for pattern in SMALL_FILES:
         for path in source.glob(pattern):
             if not path.name.endswith(".index.json"):

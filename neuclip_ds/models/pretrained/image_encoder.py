@@ -42,8 +42,8 @@ class ImageEncoderRef:
 def locate_image_encoder(name: str, image_size: int | None = None) -> ImageEncoderRef:
     """Locate an image encoder, downloading its weights from the hub if needed; call on one rank only.
 
-    By default, images have the size that the weights were trained with. Raises UserError if there is no such model, or
-    if its weights cannot be downloaded.
+    By default, images have the input size in timm's config of the model, or 224 pixels if timm has none. Raises
+    UserError if there is no such model, or if its weights cannot be downloaded.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():

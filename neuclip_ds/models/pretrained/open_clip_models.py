@@ -61,7 +61,7 @@ _PREFIXES = {"vision.trunk.": "visual.", "text.trunk.": "text."}
 
 def import_open_clip() -> Any:
     """Return the open_clip module; raise UserError if it is not installed."""
-    require_package("open_clip", "A model of open_clip", "open_clip")
+    require_package("open_clip", "An open_clip model", "open_clip")
     import open_clip
 
     return open_clip
@@ -280,7 +280,7 @@ def _set_timm_image_size(visual: Any, vision_config: Mapping[str, Any]) -> None:
 def _timm_name(name: str, size: int) -> str:
     """Return the name of timm's model `name` for images of `size` pixels; raise UserError if timm has none.
 
-    open_clip's config has no image size for timm's models: it builds each at timm's own size.
+    open_clip builds each of timm's models at timm's own size, whatever the image size in the config.
     """
     names = names_by_image_size(name)
     if not names:
@@ -331,10 +331,10 @@ def write_config(folder: Path, config: Mapping[str, Any], preprocessing: Preproc
 
 
 def clip_bpe(context_length: int) -> CaptionTokenizer:
-    """Return CLIP's BPE tokenizer, with the vocabulary of the open_clip package and the same ids.
+    """Return CLIP's BPE tokenizer, with the vocabulary and the ids of open_clip's tokenizer.
 
-    Two differences from open_clip's tokenizer remain: the padding, and special tokens spelled out in a caption, which
-    are plain text here.
+    It differs from open_clip's tokenizer in two ways: in the padding, and in special tokens that are spelled out in a
+    caption, which are plain text here.
     """
     tokenizer = to_transformers_tokenizer(import_open_clip().SimpleTokenizer())
     tokenizer.init_kwargs[CLEAN_CAPTIONS] = True
@@ -342,9 +342,9 @@ def clip_bpe(context_length: int) -> CaptionTokenizer:
 
 
 def to_transformers_tokenizer(tokenizer: Any) -> Any:
-    """Convert an open_clip tokenizer to a transformers tokenizer.
+    """Convert an open_clip tokenizer to a transformers tokenizer with the same ids, except for padding.
 
-    It returns the same ids for cleaned captions, except for padding.
+    For CLIP's BPE, captions must first be cleaned as in `clean_caption`.
     """
     inner = getattr(tokenizer, "tokenizer", None)
     if inner is not None:
@@ -361,10 +361,9 @@ def to_transformers_tokenizer(tokenizer: Any) -> Any:
 
 
 def with_own_encoder(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a config that names no text encoder in a folder of this machine; copy the encoder's config to `folder`.
+    """Copy the config of a local text encoder to `folder`, and return a model config that names the copy.
 
-    A hub name is kept. A local folder is replaced by `encoder`, a relative path that open_clip finds if it runs in
-    `folder`.
+    The name is `encoder`, a relative path that open_clip finds if it runs in `folder`. A hub name is kept.
     """
     text = config.get("text_cfg", {})
     encoder = Path(text.get("hf_model_name") or "").expanduser()

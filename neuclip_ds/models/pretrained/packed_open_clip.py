@@ -67,8 +67,8 @@ def _packable_trunk(padded: Forward) -> Forward:
 def _packable_block(padded: Forward) -> Forward:
     """Return a forward method of `ResidualAttentionBlock` that calls `padded`, except for packed captions.
 
-    For packed captions, it maps (N, width) hidden states to the next block's hidden states (with `rows`, of these rows
-    only).
+    For packed captions, it maps (N, width) hidden states to the next block's hidden states, only in the given `rows` if
+    these are not None.
     """
 
     def forward(
@@ -93,7 +93,8 @@ def _packable_block(padded: Forward) -> Forward:
 def _packable_attention(padded: Forward) -> Forward:
     """Return a forward method of `MultiheadAttention` that calls `padded`, except for packed captions.
 
-    For packed captions, it maps (N, width) hidden states to the outputs of attention (with `rows`, of these rows only).
+    For packed captions, it maps (N, width) hidden states to the outputs of attention, only in the given `rows` if these
+    are not None.
     """
 
     def forward(

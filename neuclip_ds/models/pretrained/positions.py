@@ -1,4 +1,4 @@
-"""Resample learned position embeddings to another image size or context length, with the results of open_clip.
+"""Resample learned position embeddings to another image size or context length, with the same results as open_clip.
 
 Embeddings of image patches are resampled by antialiased bicubic interpolation, and embeddings of tokens by linear
 interpolation. Embeddings that precede the embeddings of patches, such as the class token's, are unchanged.
@@ -41,10 +41,10 @@ def resample_positions(tensors: Mapping[str, Tensor], expected: Mapping[str, Ten
 
 
 def resample_patches(table: Tensor, count: int) -> Tensor:
-    """Resample the (n, width) position embeddings of an image to `count` rows, which belong to a square of patches.
+    """Resample the (n, width) position embeddings of an image to `count` rows, for a square grid of patches.
 
-    The table may begin with embeddings of other tokens. Their number is inferred from the condition that both n and
-    `count` are squares after it has been subtracted. If there is no such number, the table is returned unchanged.
+    The table may begin with embeddings of other tokens. Their number is inferred: the smallest number that leaves a
+    square if it is subtracted from n, and from `count`. If there is none, the table is returned unchanged.
     """
     for prefix in range(min(len(table), count)):
         old_side = math.isqrt(len(table) - prefix)

@@ -1,8 +1,8 @@
 """Text encoders of the transformers library, such as BERT, XLM-R, T5's encoder and Qwen3, as towers.
 
-Captions are padded on the right, whichever side the tokenizer pads: no token then attends to padding, and positions
-count from the caption's first token, as they would without padding. Padding has the token id PADDING, so the ids alone
-determine the attention mask, even if the tokenizer pads with its EOS token.
+Captions are padded on the right, whichever side the tokenizer pads: in causal encoders, no caption token then attends
+to padding, and positions count from the caption's first token, as they would without padding. Padding has the token id
+PADDING, so the ids alone determine the attention mask, even if the tokenizer pads with its EOS token.
 """
 
 import json
@@ -39,7 +39,7 @@ _POOLING_OF_SENTENCE_TRANSFORMERS: dict[str, Pooling] = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_lasttoken": "last",
 }
-_MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers, whose effect is known here
+_MODULES = ("Transformer", "Pooling", "Normalize")  # the supported modules of sentence-transformers
 _NO_LIMIT = 1_000_000  # transformers' `model_max_length` is larger if a tokenizer has no limit
 _POOLING_FILE = "pooling.json"  # in the folder that `TextEncoderSource.save` writes
 
@@ -89,7 +89,7 @@ class PretrainedTextTower(TextTower):
 
 
 def _constants(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Yield the floating-point buffers that are not part of the state: the module of each, its name, and the tensor."""
+    """Yield each floating-point buffer that is not in the state dict, as its module, its name and its tensor."""
     for child in module.modules():
         for name in child._non_persistent_buffers_set:
             buffer = child._buffers[name]
@@ -111,10 +111,10 @@ class TextEncoderTokenizer:
         context_length: maximum number of tokens per caption, including special tokens.
         ends_with_eos: whether the last token of every caption must be EOS (or BERT's SEP), even if the caption is
             truncated.
-        pads_to_context: whether captions are padded to `context_length` instead of the longest one.
+        pads_to_context: whether captions are padded to `context_length` instead of the longest caption's length.
 
     Raises:
-        UserError: captions must end with EOS, but the tokenizer has no such token.
+        UserError: captions must end with EOS, but the tokenizer has neither an EOS nor a SEP token.
     """
 
     def __init__(self, tokenizer: Any, context_length: int, ends_with_eos: bool, pads_to_context: bool = False) -> None:
@@ -127,15 +127,15 @@ class TextEncoderTokenizer:
             self._last_id = tokenizer.sep_token_id if eos_id is None else eos_id
             if self._last_id is None:
                 raise UserError(
-                    f"Tokenizer {tokenizer.name_or_path!r} has no EOS or SEP token, at which `eos` pools: set "
+                    f"Tokenizer {tokenizer.name_or_path!r} has no EOS or SEP token, which pooling at EOS needs: set "
                     "model.text.pooling (or --pooling of `neuclip-ds embed`) to cls, last or mean."
                 )
 
     def __call__(self, captions: list[str]) -> Tensor:
         """Return (b, T) int64 ids, padded on the right with PADDING.
 
-        T is the context length if captions are padded to it, else the length of the longest caption, or 1 without
-        captions.
+        T is the context length if captions are padded to it, else the length of the longest caption, or 1 if there are
+        no captions.
         """
         rows: list[list[int]] = []
         if captions:  # transformers raises IndexError for an empty list
@@ -177,7 +177,7 @@ def locate_text_encoder(name: str, setting: str = "MODEL=hf:", weights: bool = T
         weights: whether to locate the weights as well.
 
     Raises:
-        UserError: there is neither such a folder nor such a repository.
+        UserError: there is no such folder, and the files cannot be downloaded.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
@@ -199,8 +199,8 @@ def open_text_encoder(
         context_length: maximum number of tokens per caption; by default, the smallest limit in the folder's configs.
 
     Raises:
-        UserError: there is no pooling, the encoder takes fewer tokens than `context_length`, or the weights or the
-            tokenizer are missing or unsupported.
+        UserError: neither `pooling` nor the folder gives the pooling, the encoder takes fewer tokens than
+            `context_length`, or the weights or the tokenizer are missing or unsupported.
     """
     chosen = pooling or _read_pooling(folder, "--pooling")
     tower = PretrainedTextTower(_load_trunk(folder), chosen)
@@ -243,7 +243,7 @@ class TextEncoderSource:
         return TextEncoderTokenizer(inner, length, self.pooling == "eos", pads_to_context=True)
 
     def build(self, embed_dim: int, weights: bool) -> PretrainedTextTower:
-        """Build the text tower, with the encoder's weights if `weights`, else random ones; the projection is random.
+        """Build the text tower with a random projection and, unless `weights` is true, a randomly initialized encoder.
 
         Raises:
             UserError: the encoder cannot be built, or its weights are missing or do not match its config.
@@ -285,12 +285,14 @@ def _read_pooling(folder: Path, option: str) -> Pooling:
                 config = read_json(folder / module["path"] / "config.json")
         modes = [mode for mode, value in config.items() if mode.startswith("pooling_mode_") and value is True]
         if len(modes) != 1 or modes[0] not in _POOLING_OF_SENTENCE_TRANSFORMERS:
-            raise UserError(f"{folder} pools with {', '.join(modes) or 'nothing'}, which is not supported: {fix}.")
+            raise UserError(
+                f"{folder} pools with {', '.join(modes) or 'an unknown mode'}, which is not supported: {fix}."
+            )
         return _POOLING_OF_SENTENCE_TRANSFORMERS[modes[0]]
 
 
 def _read_config(folder: Path) -> tuple[Any, Any]:
-    """Return an encoder's config and the class of transformers that builds it, without a decoder.
+    """Return an encoder's config and the transformers class that builds the encoder, without a decoder.
 
     Raises UserError if the model also encodes images, or if its encoder cannot be loaded without its decoder.
     """
@@ -350,7 +352,7 @@ def _only_hidden_states(trunk: Any) -> Any:
 
 
 def _context_length(folder: Path, tokenizer: Any, trunk: Any) -> int:
-    """Return the maximum number of tokens: the smallest limit in the folder's configs and of the trunk's positions."""
+    """Return the maximum number of tokens: the smallest limit set by the folder's configs or the trunk's positions."""
     limits = [_NO_LIMIT, int(min(tokenizer.model_max_length, _NO_LIMIT))]
     sentence_config = folder / "sentence_bert_config.json"
     if sentence_config.is_file():

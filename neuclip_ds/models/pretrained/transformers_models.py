@@ -256,7 +256,7 @@ def _read_preprocessing(folder: Path, image_size: Any, siglip: bool) -> Preproce
 
 
 def _read_statistics(processor: Mapping[str, Any], path: Path) -> tuple[Channels, Channels]:
-    """Return the mean and the standard deviation of pixels in [0, 1] with which images are normalized.
+    """Return the per-channel mean and standard deviation with which pixels in [0, 1] are normalized.
 
     Raises UserError if they are missing, or if pixels are not rescaled to [0, 1].
     """
@@ -305,7 +305,7 @@ def _read_geometry(processor: Mapping[str, Any], path: Path, siglip: bool) -> _G
     elif crops and crop_height != crop_width:
         problem = f"crops images to {crop_height} x {crop_width} pixels"
     elif height != width or (squash and crops and crop_height != height):
-        problem = f"resizes whole images to {height} x {width} pixels and does not keep a square of them"
+        problem = f"resizes whole images to {height} x {width} pixels, which are not square or are cropped again"
     elif edge is not None and edge < crop_height:
         problem = f"pads images of {edge} pixels to {crop_height}"
     if problem:

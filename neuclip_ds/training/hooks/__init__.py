@@ -31,7 +31,7 @@ class Hook:
     and `waited` (seconds of it spent waiting for the batch).
 
     Attributes:
-        in_recovery: whether the hook also runs during the recovery of statistics (`recovery.*`).
+        in_recovery: whether the hook also runs during the recovery of statistics (`recovery.*`); False by default.
 
     Example:
         import neuclip_ds
@@ -50,7 +50,7 @@ class Hook:
     in_recovery = False
 
     def before_run(self, config: Config, communicator: Communicator, folder: Path) -> None:
-        """Called before the data and the model are opened; the folder of the run may not exist yet."""
+        """Called before the data and the model are opened; until then, a new run's folder contains only a lock file."""
 
     def start(self, loop: Loop) -> None:
         """Called before the first step after a launch, resume or rollback; `loop.done` is the number of steps done.
@@ -101,7 +101,7 @@ class Hook:
 
 
 def hook_names(hooks: Sequence[Hook]) -> list[str]:
-    """Return the names of the hooks' states in a checkpoint: class names, numbered from the second hook of a class on.
+    """Return the names of the hooks' states in a checkpoint: class names, with a number from a class's second hook on.
 
     A resumed run must have the hooks of one class in the same order.
     """

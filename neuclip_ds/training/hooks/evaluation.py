@@ -27,7 +27,7 @@ _RECALLS = ("image_to_text_recall@1", "text_to_image_recall@1")
 
 
 class EvaluateModel(Hook):
-    """Evaluates the model every `run.evaluate_every` steps, at the end, and before step 1 if `evaluates_start`.
+    """Evaluates the model every `run.evaluate_every` steps, at the end, and before step 1 if `evaluates_start` is true.
 
     If a run starts from a pretrained checkpoint, the first evaluation during training and the last one are compared
     with the evaluation before step 1, if there was one. A resumed run first runs any evaluation that is due at the
@@ -132,14 +132,14 @@ class EvaluateModel(Hook):
         losses = scores_below(start, evaluations[loop.done], loop.context.config.run.best_metric)
         if losses:
             message = (
-                f"The model after step {loop.done} scores below its start: {', '.join(losses)}. Lower optimizer.lr or "
-                "the number of steps, or score blends of the start's and the new weights: "
+                f"The model after step {loop.done} scores lower than before step 1: {', '.join(losses)}. Lower "
+                "optimizer.lr or the number of steps, or score blends of the initial and the new weights: "
                 f"neuclip-ds evaluate {loop.folder} --blend 0,0.25,0.5,0.75,1 --data SETS"
             )
             loop.events.add(loop.done, "below_start", message)
 
     def _keep_if_best(self, loop: Loop, result: Best) -> None:
-        """Save a checkpoint and record it as the best if its result is better than the best one so far."""
+        """Save a checkpoint and record it as the best if `result` is the best so far."""
         best = self._best_so_far(loop, result.metric)
         if best == result:
             return
@@ -175,15 +175,15 @@ class EvaluateModel(Hook):
             return max(bests, key=lambda best: (best.value, best.step), default=None)
 
         fields = loop.context.communicator.on_rank_zero(read)
-        return None if fields is None else Best(*fields)  # JSON makes it a list
+        return None if fields is None else Best(*fields)  # sent as JSON, so a `Best` arrives as a list
 
 
 def evaluates_start(config: Config) -> bool:
     """Return whether a run is also evaluated before step 1.
 
-    This is the case with `run.best_metric`. It is also the case if the run starts from a checkpoint, so that scores
-    below the checkpoint's are noticed, unless the run is otherwise evaluated only at its end and the evaluation may
-    take hours.
+    This is the case if `run.best_metric` is set, or if the run starts from a checkpoint, so that scores below the
+    checkpoint's are noticed. Exception: with `run.evaluate_every=0`, a run that starts from a checkpoint is not
+    evaluated before step 1 if its evaluation may take hours (`data.evaluation_sets` or `run.normalizer_anchors`).
     """
     run = config.run
     if run.best_metric is not None:
@@ -193,7 +193,7 @@ def evaluates_start(config: Config) -> bool:
 
 
 def scores_below(start: Mapping[str, float], now: Mapping[str, float], best_metric: str | None) -> list[str]:
-    """Describe which of two scores are below the start's: the target's score, and the mean of all other scores.
+    """Describe which of two scores are below the start's: the target score, and the mean of the other scores.
 
     The target is `best_metric` or, by default, the mean recall@1. The other scores are the zero-shot accuracy and the
     scores of evaluation sets. Scores that only one of the evaluations contains are ignored.

@@ -35,7 +35,7 @@ _FASTEST_DECODER = "simplejpeg"  # value of `data.decoder`
 
 # loss spikes
 _LEVEL_WINDOW = 100  # number of last losses that define the level
-_MIN_LOSSES = 50  # fewest losses that define the level
+_MIN_LOSSES = 50  # minimum number of losses that define the level
 _SPIKE_DEVIATIONS = 10.0  # a loss this many deviations above the level is a spike
 _MIN_DEVIATION = 1e-3  # smallest deviation, as a fraction of the level, for losses that hardly vary
 _GAUSSIAN_DEVIATIONS = 1.4826  # standard deviation of a Gaussian, in units of its median absolute deviation
@@ -48,7 +48,7 @@ _MAX_WAIT_SHARE = 0.1  # a loader limits the speed if steps wait for a larger sh
 _STALL_SECONDS = 2.0
 _STALL_STEPS = 5.0  # multiple of the median step time
 _STEP_WINDOW = 50  # number of last steps that define the median step time
-_MIN_STEPS = 5  # fewest steps that define the median step time
+_MIN_STEPS = 5  # minimum number of steps that define the median step time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +138,8 @@ class LoaderMonitor:
     def update(self, waited: float, seconds: float) -> float | None:
         """Record how many seconds a step waited for its batch, and how many it took in total.
 
-        Returns the share of time that the last 100 steps waited if a window ends and the share is above 10%, otherwise
-        None.
+        Returns the share of time that the last 100 steps waited if a window other than the first ends and the share is
+        above 10%, otherwise None.
         """
         self._steps += 1
         self._waited += waited
@@ -208,12 +208,12 @@ class WatchHealth(Hook):
         self._samples_of_skipped.append(samples)
 
         # describe what is not finite
-        subject = "the loss or the gradient is"
+        subject = "the loss or the gradient was"
         if result.not_finite:
-            subject = f"the features of samples {list(result.not_finite[:_SHOWN_INDICES])} are"
+            subject = f"the features of samples {list(result.not_finite[:_SHOWN_INDICES])} were"
         values = f"loss {result.metrics['loss']:.4g}, {_shown_metrics(result.metrics)}"
         problem = f"{subject} not finite ({values}; {_first_samples(batch)})"
-        message = f"step {result.step} is skipped and changes nothing: {problem}"
+        message = f"step {result.step} was skipped and changed nothing: {problem}"
         level = _flood_level(result.skipped)
         loop.events.add(result.step, "step_skipped", message, samples, level, shared=True)
 
@@ -236,10 +236,10 @@ class WatchHealth(Hook):
             shard_number, _ = manifest.locate(first_index)
             shard = f", the first in {manifest.shards[shard_number].path}"
         message = (
-            f"step {result.step} waited {result.waited:.1f} s for its batch; a usual step takes {usual_seconds:.2g} s "
-            f"(stall number {self._stalls} of this launch); {_first_samples(indices)}{shard}. If this recurs, raise "
-            f"data.workers (now {loop.context.config.data.workers}), or check the disk, the network and the cache "
-            "(data.cache_dir, data.cache_gb)."
+            f"step {result.step} waited {result.waited:.1f} s for its batch; the median step takes "
+            f"{usual_seconds:.2g} s (stall number {self._stalls} of this launch); {_first_samples(indices)}{shard}. "
+            f"If this recurs, raise data.workers (now {loop.context.config.data.workers}), or check the disk, the "
+            "network and the cache (data.cache_dir, data.cache_gb)."
         )
         loop.events.add(result.step, "data_stall", message, indices, _flood_level(self._stalls))
 
@@ -274,7 +274,7 @@ class WatchHealth(Hook):
 
 
 def _shown_metrics(metrics: Mapping[str, float]) -> str:
-    """Describe the values of some metrics."""
+    """Describe the values of the metrics that messages contain."""
     values = []
     for name, label in _SHOWN_METRICS.items():
         if name in metrics:

@@ -37,7 +37,10 @@ def optional_hooks(config: Config) -> list[Hook]:
 
 
 class ProfileSteps(Hook):
-    """Profiles `run.profile_steps` steps, including the wait for their batches, and writes the results to profile/."""
+    """Profiles `run.profile_steps` steps after the first 10 of a launch, and writes the results to profile/.
+
+    A profiled step includes the wait for its batch.
+    """
 
     def start(self, loop: Loop) -> None:
         steps = loop.context.config.run.profile_steps
@@ -101,7 +104,7 @@ class WeightsAndBiases(Hook):
     def _warn(self, error: Exception) -> None:
         log.warning(
             "Weights & Biases failed (%s: %s); the run continues without it, with all metrics in metrics.jsonl. "
-            "Set WANDB_MODE=offline where there is no network.",
+            "Set WANDB_MODE=offline if there is no network.",
             type(error).__name__,
             error,
         )

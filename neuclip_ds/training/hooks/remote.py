@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _COPY_TIMEOUT = 3600.0  # seconds after which a copy is considered stalled
-_MAX_FINAL_WAIT = 1500.0  # longest time in seconds for the last copies; other ranks wait in a collective for 30 minutes
+_MAX_FINAL_WAIT = 1500.0  # seconds that the last copies may take; other ranks wait at most 30 minutes for rank 0
 
 
 class CopyRun(Hook):
     """Copies metrics, logs, and the newest and best checkpoints from rank 0 to the remote store, one copy at a time.
 
     Each copy contains the checkpoints that are the newest and the best when it starts, so checkpoints saved during an
-    earlier copy may be skipped. A failure is recorded as an event and does not end the run. A run starts from the
+    earlier copy may be skipped. A failed copy is recorded as an event and does not end the run. A run starts from the
     newest intact checkpoint in its folder or its copy, and ends by copying its final files.
     """
 
@@ -125,7 +125,7 @@ class CopyRun(Hook):
             return
         try:
             output, _ = self._push.communicate(timeout=timeout)
-            reason = output.strip() or "its process ended without a message"
+            reason = output.strip() or "its process exited without a message"
         except subprocess.TimeoutExpired:
             self._push.kill()
             reason = f"it took more than {time.monotonic() - self._started_at:.0f} s"
@@ -134,8 +134,8 @@ class CopyRun(Hook):
             loop.events.add(
                 loop.done,
                 "copy_failed",
-                f"{copied} could not be copied to {self._remote} ({reason}). The run tries again with the next copy or "
-                "at the next launch.",
+                f"{copied} could not be copied to {self._remote} ({reason}). The run tries again after its "
+                "next checkpoint, at its end, and at its next launch.",
             )
         self._push = None
 
@@ -153,7 +153,7 @@ def restore(run: RunConfig, communicator: Communicator, *folders: Path) -> None:
         folders: the run's folder, then folders to restore only if the run's folder and its copy have no checkpoint.
 
     Raises:
-        UserError: the store cannot be read or written, or all checkpoints are damaged.
+        UserError: the store cannot be read or written, it is the run's own folder, or no checkpoint is intact.
     """
     for folder in folders:
         if _restore_folder(_url_of_copy(run, folder), communicator, folder):
@@ -187,7 +187,7 @@ def _restore_folder(url: str, communicator: Communicator, folder: Path) -> bool:
             except UserError as error:
                 problem = problem_of(error)
                 if communicator.rank == 0:
-                    log.warning("checkpoint %s is not used: %s", name, problem)
+                    log.warning("checkpoint %s is damaged; trying its copy or an older checkpoint: %s", name, problem)
         if name in remote_names:
             fetched = partial(_fetch, url, name, folder, is_newer=name > newest_local)
             remote_problem = communicator.on_rank_zero(fetched)
@@ -204,7 +204,7 @@ def _restore_folder(url: str, communicator: Communicator, folder: Path) -> bool:
 def _fetch(url: str, name: str, folder: Path, is_newer: bool) -> str:
     """Fetch a checkpoint, records and the best checkpoint; return the problem if the checkpoint is damaged, else "".
 
-    Called on one rank. `is_newer` is whether the checkpoint's step is later than that of all local checkpoints.
+    Called on one rank. `is_newer` says whether the checkpoint is of a later step than all local checkpoints.
     """
     checkpoints = folder / "checkpoints"
     with _explained(url):
@@ -217,7 +217,7 @@ def _fetch(url: str, name: str, folder: Path, is_newer: bool) -> str:
             remote.pull_records(folder, replace=is_newer)
             set_aside(checkpoints / name)
             downloaded.rename(checkpoints / name)
-        log.info("fetched %s from the copy", name)
+        log.info("fetched checkpoint %s from the copy in %s", name, url)
 
         best = find_best(checkpoints)
         if best is None or step_folder(checkpoints, best.step).exists():
@@ -250,7 +250,7 @@ def _download(remote: RemoteRun, name: str, folder: Path) -> str:
         sync_folders(folder)
     except (DamagedCheckpoint, FileNotFoundError, ValueError) as error:
         problem = problem_of(error)
-        log.warning("the copy of checkpoint %s is not used: %s", name, problem)
+        log.warning("the copy of checkpoint %s in run.remote is damaged and is not used: %s", name, problem)
         return f"the copy of {name}: {problem}"
     return ""
 

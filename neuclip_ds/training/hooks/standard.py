@@ -87,8 +87,8 @@ class CollectGarbage(Hook):
 class ShowProgress(Hook):
     """Logs the step, loss, temperature, throughput and remaining time on rank 0, every 10 seconds and at the end.
 
-    The first 30 lines come every 2 seconds, or every step if steps take longer. The logged loss is that of the last
-    step whose batch was not the small last one of an epoch. The other ranks log only warnings.
+    The first 30 lines come every 2 seconds, or every step if steps take longer. The loss is that of the last step with
+    a batch that was not partial (`StepResult.is_partial_batch`). The other ranks log only warnings.
     """
 
     def start(self, loop: Loop) -> None:

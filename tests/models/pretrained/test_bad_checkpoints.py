@@ -94,7 +94,7 @@ PROCESSOR, OPEN_CLIP_CONFIG = "preprocessor_config.json", "open_clip_config.json
 SIZE = len(clip_tokenizer())
 # name -> family, the damage to its files, and words in the error message
 DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "config is no JSON": ("clip", lambda folder: (folder / "config.json").write_text("{"), "is not valid JSON"),
+    "config is no JSON": ("clip", lambda folder: (folder / "config.json").write_text("{"), "a valid JSON object"),
     "no processor": ("clip", without(PROCESSOR), f"contains no {PROCESSOR}; put the checkpoint's file there"),
     "no mean": ("clip", config(lambda tree: tree.pop("image_mean"), PROCESSOR), "contains no image_mean and image_std"),
     "foreign tokenizer": (
@@ -135,7 +135,7 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "weights left over": (
         "open_clip",
         lambda folder: edit_weights(folder / OPEN_CLIP_FILE, lambda tensors: tensors.update(extra=torch.zeros(2))),
-        "1 tensor is unexpected (first extra)",
+        "1 tensor is unexpected (first: extra)",
     ),
     "no model_cfg": ("open_clip", config(lambda tree: tree.pop("model_cfg"), OPEN_CLIP_CONFIG), "has no model_cfg"),
     "unknown parts": (

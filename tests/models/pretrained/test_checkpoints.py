@@ -319,7 +319,7 @@ def test_image_weights_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> 
     message = refusal(config_of(weights))
     assert "lack" in message or "do not fit" in message
     save_file({name: tensor for name, tensor in tensors.items() if "blocks.5" not in name}, weights)
-    assert "lack 4 tensors of timm's 'test_vit' (first blocks.5.attn.qkv.weight)" in refusal(config_of(weights))
+    assert "lack 4 tensors of timm's 'test_vit' (first: blocks.5.attn.qkv.weight)" in refusal(config_of(weights))
     assert "tag of timm's test_vit: use one of r160_in1k" in refusal(config_of("openai"))
     assert "set model.vision.name=test_vit and model.vision.pretrained=r160_in1k" in refusal(
         config_of("", name="test_vit.r160_in1k")

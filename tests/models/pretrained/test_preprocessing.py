@@ -97,7 +97,7 @@ def test_images_equal_those_of_transformers(family: tuple[str, Path], tmp_path: 
         ({"do_rescale": False}, "does not rescale pixels by 1/255"),
         ({"rescale_factor": 1.0}, "does not rescale pixels by 1/255"),
         ({"size": {"height": 32, "width": 48}}, "resizes whole images to 32 x 48 pixels"),
-        ({"size": {"height": 40, "width": 40}, "do_center_crop": True, "crop_size": 32}, "does not keep a square"),
+        ({"size": {"height": 40, "width": 40}, "do_center_crop": True, "crop_size": 32}, "are cropped again"),
         ({"size": {"longest_edge": 32}}, "resizes images to size {'longest_edge': 32}"),
         ({"size": {"shortest_edge": 32}, "do_center_crop": False}, "does not crop images to a square"),
         (
