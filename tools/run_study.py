@@ -95,7 +95,7 @@ def main() -> None:
         "--processes",
         type=positive_integer,
         default=2,
-        help="number of runs that execute at the same time, each on one core",
+        help="number of concurrent runs, each with one CPU thread (default: 2)",
     )
     parser.add_argument("--tables", type=Path, help="print the tables of a results.jsonl instead of running")
     parser.add_argument(
@@ -195,7 +195,7 @@ def study(options: argparse.Namespace) -> None:
     stages = stages_to_run(options)
     path = options.out / "results.jsonl"
     end_last_line(path)
-    hardware = f"{processor()}, {options.processes} runs at a time, torch {torch.__version__}"
+    hardware = f"{processor()}, {counted(options.processes, 'run')} at a time, torch {torch.__version__}"
     origin = {"commit": commit(), "hardware": hardware}
     # not a multiprocessing.Pool, because the trainer may start processes, which a daemonic process may not
     spawn = multiprocessing.get_context("spawn")

@@ -120,7 +120,9 @@ class Parts:
         self.folder.mkdir(parents=True, exist_ok=True)
         _write_json(path, identity)
         matches = [_PART_NAME.fullmatch(table.name) for table in feature_tables(self.folder)]
-        return [int(match[1]) for match in matches if match]
+        shards = [int(match[1]) for match in matches if match]
+        # a part consists of a table and a file with the features
+        return [shard for shard in shards if (self.folder / part_name(shard)).is_file()]
 
     def _check_identity(self, path: Path, identity: Mapping[str, Any], manifest: Manifest) -> None:
         """Raise UserError if the file describes a different job; shards may have been appended to the dataset since."""

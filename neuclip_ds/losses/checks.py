@@ -17,9 +17,11 @@ def problem_with_features(image: Any, text: Any, dim: int) -> str | None:
     for name, features in (("image_features", image), ("text_features", text)):
         if not isinstance(features, Tensor):
             return _not_a_tensor(name, features)
+        given = f"dtype {features.dtype} and shape {tuple(features.shape)}"
+        if features.ndim != 2:
+            return f"{name} has {given}, but must be a floating-point matrix with rows of length {dim}."
         shape = (len(image), dim)
         if features.shape != shape or features.dtype not in _DTYPES:
-            given = f"dtype {features.dtype} and shape {tuple(features.shape)}"
             return f"{name} has {given}, but must be a floating-point tensor of shape {shape}."
     return None
 

@@ -333,7 +333,9 @@ class ContrastiveLoss(nn.Module):
         training = self._is_training
         if training and torch._C._current_graph_task_id() >= 0:  # in a backward pass; no public function reports this
             raise RuntimeError("A backward pass repeats the loss: call the loss outside of activation checkpointing.")
-        device_type = image_features.device.type
+        # an argument that is not a tensor is reported below, on all ranks
+        device = image_features.device if isinstance(image_features, Tensor) else self._communicator.device
+        device_type = device.type
         autocast = torch.is_autocast_enabled(device_type)
         with torch.no_grad(), torch.autocast(device_type, enabled=False) if autocast else nullcontext():
             if pending is None:
@@ -661,14 +663,22 @@ class ContrastiveLoss(nn.Module):
         index = index.cpu() if isinstance(index, Tensor) else index
         valid = valid.cpu() if isinstance(valid, Tensor) else valid
         self._undo_if_scaler_skipped()
-        self._move(image.device, image.dtype if image.dtype == torch.float64 else torch.float32, keep=True)
-        rows = len(image)
+        problem = problem_with_features(image, text, self._dim) if self.validates else None
+        if problem is None:
+            self._move(image.device, image.dtype if image.dtype == torch.float64 else torch.float32, keep=True)
+            rows = len(image)
+            dtype = image.dtype
+        else:  # the other ranks learn of the problem below
+            self._move(self._communicator.device, self._dtype, keep=True)
+            rows = 0
+            dtype = self._dtype
         if self.validates:
-            problem = self._problem_with(image, text, index, valid, training)
+            if problem is None:
+                problem = self._problem_with(image, text, index, valid, training)
             if problem is None:
                 problem = stored.problem(rows, valid)
             widths = stored.widths() if problem is None else []
-            rows = raise_if_ranks_disagree(rows, problem, training, image.dtype, self._communicator, widths)
+            rows = raise_if_ranks_disagree(rows, problem, training, dtype, self._communicator, widths)
 
         # ranks with fewer rows than others add invalid rows
         if index is None:
@@ -722,10 +732,11 @@ class ContrastiveLoss(nn.Module):
     def _problem_with(
         self, image: Tensor, text: Tensor, index: Tensor | None, valid: Tensor | None, training: bool
     ) -> str | None:
-        """Return a message about the first invalid argument of a call on this rank, or None if all are valid."""
-        problem = problem_with_features(image, text, self._dim)
-        if problem is None:
-            problem = problem_with_rows(index, valid, len(image), self._samples)
+        """Return a message about the first invalid argument of a call on this rank, or None if all are valid.
+
+        The features have been checked by `problem_with_features`.
+        """
+        problem = problem_with_rows(index, valid, len(image), self._samples)
         if problem is None:
             problem = problem_with_norms(image, text, valid, not_finite=self.scaler is not None)
         if problem is None and index is None and training and self.function.needs_index:

@@ -152,6 +152,11 @@ class CaptionTokenizer:
         start_ids = [] if closed.bos_id is None else [closed.bos_id]
         caption_ids = tokenizer("a", add_special_tokens=False)["input_ids"]
         if tokenizer("a")["input_ids"] != [*start_ids, *caption_ids, closed.eos_id]:
+            if not tokenizer.is_fast:
+                raise UserError(
+                    f"Tokenizer {tokenizer.name_or_path!r} ({type(tokenizer).__name__}) cannot be made to end captions "
+                    "with EOS, at which the text tower reads its feature; choose one that has a tokenizer.json."
+                )
             special_ids = [*start_ids, closed.eos_id]
             names = tokenizer.convert_ids_to_tokens(special_ids)
             tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(

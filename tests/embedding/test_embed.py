@@ -108,6 +108,16 @@ def test_an_interrupted_job_resumes_and_writes_the_same_files(
     assert contents(tmp_path) == contents(features)
 
 
+@pytest.mark.parametrize("suffix", ["safetensors", "parquet"])
+def test_a_part_that_lost_a_file_is_written_again(
+    tmp_path: Path, manifest: Manifest, features: Path, suffix: str
+) -> None:
+    write(tmp_path, manifest)
+    (tmp_path / f"part-00000001.{suffix}").unlink()
+    assert write(tmp_path, manifest).shards == 1
+    assert contents(tmp_path) == contents(features)
+
+
 def test_another_model_or_other_data_are_refused_and_grown_data_are_not(tmp_path: Path, manifest: Manifest) -> None:
     out = tmp_path / "out"
     first_shards = Manifest(manifest.shards[:2])

@@ -219,6 +219,9 @@ MISUSE: list[tuple[dict[str, Any], str]] = [
         {"text_features": torch.eye(4)},
         r"text_features has dtype torch.float32 and shape \(4, 4\), but must be a .* of shape \(4, 6\)",
     ),
+    ({"image_features": torch.eye(DIM)[:4].numpy()}, "image_features has type ndarray, but must be a tensor"),
+    ({"image_features": torch.tensor(1.0)}, r"image_features has dtype torch.float32 and shape \(\), but must be"),
+    ({"text_features": None}, "text_features has type NoneType, but must be a tensor"),
     ({"index": torch.tensor([0, 1, 2, SAMPLES])}, rf"index 1000 is outside \[0, {SAMPLES}\)"),
     ({"index": torch.tensor([0, 1, 2, -1])}, "index -1 is outside"),
     ({"index": torch.arange(3)}, r"index has dtype torch.int64 and shape \(3,\), but must be"),
@@ -240,17 +243,20 @@ def test_an_invalid_argument_raises_an_error_that_names_it(wrong: dict[str, Any]
 
 def _wrong_on_one(communicator: Communicator) -> dict[str, str]:
     messages: dict[str, str] = {}
-    for wrong in ("norm", "mode", "dtype"):
+    for wrong in ("norm", "type", "mode", "dtype"):
         loss_fn = loss_of("openclip")
-        image = torch.eye(DIM)[:4].requires_grad_()
+        image: Any = torch.eye(DIM)[:4].requires_grad_()
+        text = torch.eye(DIM)[:4].to(torch.bfloat16 if wrong == "dtype" and communicator.rank == 1 else torch.float32)
         if communicator.rank == 1:
             if wrong == "norm":
                 image = image * 2
+            elif wrong == "type":
+                image = image.detach().numpy()
             elif wrong == "dtype":
                 image = image.bfloat16()
             loss_fn.train(wrong != "mode")
         with pytest.raises(ValueError) as caught:
-            loss_fn(image, torch.eye(DIM)[:4].to(image.dtype), torch.arange(4))
+            loss_fn(image, text, torch.arange(4))
         messages[wrong] = str(caught.value)
     return messages
 
@@ -259,6 +265,8 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
     first, second = run_ranks(2, _wrong_on_one)
     assert "rank 1 was given arguments that cannot be used" in first["norm"]
     assert "image_features must have rows of norm 1" in second["norm"]
+    assert "rank 1 was given arguments that cannot be used" in first["type"]
+    assert "image_features has type ndarray, but must be a tensor" in second["type"]
     for messages in (first, second):
         assert "rank 0 trains while rank 1 evaluates" in messages["mode"]
         assert "torch.float32, torch.bfloat16" in messages["dtype"]

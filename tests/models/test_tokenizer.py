@@ -1,3 +1,4 @@
+import json
 import os
 import pickle
 import subprocess
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Wav2Vec2CTCTokenizer
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.bpe import BOS, EOS, train_bpe
@@ -107,6 +108,13 @@ def test_saved_and_pickled_tokenizers_return_the_same_tokens(tmp_path) -> None:
 )
 def test_rows_of_tokenizers_with_other_special_tokens(special: dict[str, str], rows: list[list[int]]) -> None:
     assert CaptionTokenizer.closed(word_level(**special), 5)(["a dog", ""]).tolist() == rows
+
+
+def test_a_tokenizer_in_python_that_cannot_add_eos_is_refused(tmp_path) -> None:
+    vocabulary = tmp_path / "vocab.json"
+    vocabulary.write_text(json.dumps({"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, "a": 4}))
+    with pytest.raises(UserError, match=r"\(Wav2Vec2CTCTokenizer\) cannot be made to end captions with EOS"):
+        CaptionTokenizer.closed(Wav2Vec2CTCTokenizer(str(vocabulary)), 5)
 
 
 def test_a_tokenizer_without_an_end_token_and_a_missing_one_are_refused(tmp_path, monkeypatch) -> None:

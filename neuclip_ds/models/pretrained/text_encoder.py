@@ -6,7 +6,7 @@ PADDING, so the ids alone determine the attention mask, even if the tokenizer pa
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -34,10 +34,13 @@ from neuclip_ds.models.towers import TextTower, new_projection
 
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 PADDING = -1  # id of positions after the end of a caption
-_POOLING_OF_SENTENCE_TRANSFORMERS: dict[str, Pooling] = {
+# sentence-transformers' names of the supported poolings
+_POOLING_OF_SENTENCE_TRANSFORMERS: dict[str, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
+# names of the same poolings in files that earlier versions of sentence-transformers wrote
+_EARLIER_MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_lasttoken": "last",
+    "pooling_mode_lasttoken": "lasttoken",
 }
 _MODULES = ("Transformer", "Pooling", "Normalize")  # the supported modules of sentence-transformers
 _NO_LIMIT = 1_000_000  # transformers' `model_max_length` is larger if a tokenizer has no limit
@@ -283,12 +286,21 @@ def _read_pooling(folder: Path, option: str) -> Pooling:
                 )
             if kind == "Pooling":
                 config = read_json(folder / module["path"] / "config.json")
-        modes = [mode for mode, value in config.items() if mode.startswith("pooling_mode_") and value is True]
+        modes = _pooling_modes(config)
         if len(modes) != 1 or modes[0] not in _POOLING_OF_SENTENCE_TRANSFORMERS:
             raise UserError(
                 f"{folder} pools with {', '.join(modes) or 'an unknown mode'}, which is not supported: {fix}."
             )
         return _POOLING_OF_SENTENCE_TRANSFORMERS[modes[0]]
+
+
+def _pooling_modes(config: Mapping[str, Any]) -> list[str]:
+    """Return the pooling modes that the config of a Pooling module lists; it may be that of an earlier version."""
+    if "pooling_mode" in config:
+        modes = config["pooling_mode"]
+        return [modes] if isinstance(modes, str) else list(modes)
+    earlier = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
+    return [_EARLIER_MODES.get(name, name) for name in earlier]
 
 
 def _read_config(folder: Path) -> tuple[Any, Any]:

@@ -139,7 +139,7 @@ def test_padding_does_not_change_the_features_of_captions(saved: tuple[Path, Any
             torch.testing.assert_close(feature, expected)
 
 
-def save_sentence_transformer(folder: Path, **modes: bool) -> Path:
+def save_sentence_transformer(folder: Path, **modes: Any) -> Path:
     """Save a BERT with the pooling modes of a sentence-transformers config."""
     model, tokenizer = new_bert()
     model.save_pretrained(folder)
@@ -155,9 +155,15 @@ def save_sentence_transformer(folder: Path, **modes: bool) -> Path:
 
 def test_pooling_and_length_come_from_a_sentence_transformers_config(tmp_path: Path) -> None:
     cls = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
-    encoder: PretrainedTextEncoder = open_text_encoder(save_sentence_transformer(tmp_path / "cls", **cls))
+    encoder: PretrainedTextEncoder = open_text_encoder(save_sentence_transformer(tmp_path / "earlier", **cls))
     assert encoder.tower.pooling == "cls"
     assert encoder.tokenizer(CAPTIONS).shape[1] == 7
+    for mode, pooling in {"lasttoken": "last", "cls": "cls", "mean": "mean"}.items():
+        folder = save_sentence_transformer(tmp_path / mode, pooling_mode=mode)
+        assert open_text_encoder(folder).tower.pooling == pooling
+    folder = save_sentence_transformer(tmp_path / "two", pooling_mode=["cls", "max"])
+    with pytest.raises(UserError, match=r"pools with cls, max, which is not supported: set --pooling"):
+        open_text_encoder(folder)
     folder = save_sentence_transformer(tmp_path / "max", pooling_mode_max_tokens=True)
     with pytest.raises(UserError, match=r"pools with pooling_mode_max_tokens, which is not supported: set --pooling"):
         open_text_encoder(folder)
