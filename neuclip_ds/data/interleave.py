@@ -96,8 +96,8 @@ def choose_interleave(
 
 
 def in_gigabytes(size: float) -> str:
-    """Return a size in bytes as a number of GB: three significant digits or, from 1,000 GB, a whole number."""
-    return f"{size / 1e9:.3g}" if size < 1e12 else f"{size / 1e9:.0f}"
+    """Return a size in bytes as a number of GB: three significant digits or, from 999.5 GB, a whole number."""
+    return f"{size / 1e9:.3g}" if size < 999.5e9 else f"{size / 1e9:.0f}"  # .3g would round 999.5 to 1e+03
 
 
 def _block_sizes(window: int, streams: int) -> list[int]:

@@ -129,7 +129,7 @@ def test_a_cache_without_room_for_any_window_is_refused_with_the_size_that_suffi
 
 
 def test_a_size_in_gigabytes_has_no_exponent():
-    assert [in_gigabytes(size) for size in (2.5e8, 99.96e9, 1.2346e12)] == ["0.25", "100", "1235"]
+    assert [in_gigabytes(size) for size in (2.5e8, 99.96e9, 999.6e9, 1.2346e12)] == ["0.25", "100", "1000", "1235"]
 
 
 def test_a_node_needs_the_shards_of_its_current_and_next_blocks():
