@@ -46,7 +46,7 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
     Args:
         recipe: a recipe's name, the path of a YAML file, or a `Config`. A `Config` without `run.name` names its run
             `run`.
-        hooks: `Hook` objects, whose methods are called before and after training steps.
+        hooks: `Hook` objects, whose methods are called around each training step and at the start and end of the run.
         overrides: options that override the recipe's, nested or dotted: `optimizer={"lr": 1e-3}` or
             `**{"optimizer.lr": 1e-3}`. They cannot be combined with a `Config`.
 
@@ -58,7 +58,7 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
         TypeError: a `Config` is combined with overrides.
         TrainingDiverged: losses or gradients stay non-finite, or replicated state differs between ranks.
         Interrupted: Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP stopped the run, which saved a checkpoint if training had
-            started.
+            started. The exception is a `KeyboardInterrupt`.
 
     Example:
         import neuclip_ds
@@ -212,13 +212,14 @@ class Model:
         """Encode images as L2-normalized float32 features of shape (n, d).
 
         Args:
-            images: one image or a sequence of n >= 1 images. An image is a path, encoded bytes, a PIL image, a uint8
-                array of shape (H, W, 3), or a uint8 tensor of shape (3, H, W) in the model's image size. A batch may
-                also be one array of shape (n, H, W, 3) or one tensor of shape (n, 3, H, W).
+            images: one image or a sequence of n >= 1 images. An image is a path, the bytes of an image file, a PIL
+                image, a uint8 array of shape (H, W, 3), or a uint8 tensor of shape (3, H, W) in the model's image size.
+                A batch may also be one array of shape (n, H, W, 3) or one tensor of shape (n, 3, H, W).
 
         Raises:
             ValueError: there is no image, or an array or a tensor is not uint8 or has the wrong shape.
-            DecodeError: a file or the encoded bytes do not contain a usable image.
+            DecodeError: a file or the given bytes do not contain a usable image. The class is in
+                `neuclip_ds.data.decoders`.
             OSError: a file does not exist or cannot be read.
         """
         is_one = isinstance(images, (str, PathLike, bytes, Image.Image))
@@ -229,7 +230,7 @@ class Model:
     def encode_texts(self, texts: str | Sequence[str]) -> Tensor:
         """Encode one text or n >= 1 texts as L2-normalized float32 features of shape (n, d).
 
-        Raises ValueError if there is no text.
+        Raises `ValueError` if there is no text.
         """
         several = [texts] if isinstance(texts, str) else list(texts)
         return self._encoder_of(len(several)).encode_texts(several)

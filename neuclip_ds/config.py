@@ -67,8 +67,8 @@ class RunConfig(Section):
     """Steps between lines of metrics.jsonl, and between points in TensorBoard and Weights & Biases."""
     evaluate_every: int = Field(0, ge=0)
     """Steps between evaluations during training, each preceded by a checkpoint; 0 evaluates only at the end. A run that
-    starts from `model.pretrained` is also evaluated before step 1, unless this option is 0 and `data.evaluation_sets`
-    or `normalizer_anchors` is set."""
+    starts from `model.pretrained` is also evaluated before step 1, unless this option is 0, `best_metric` is not set,
+    and `data.evaluation_sets` or `normalizer_anchors` is set."""
     best_metric: str | None = None
     """Evaluation metric whose largest value selects the best checkpoint, which is kept in addition to the newest ones.
     The model is also evaluated before step 1, so that a misspelled metric fails immediately."""
@@ -81,8 +81,8 @@ class RunConfig(Section):
     """Modules that register losses, imported before the options are checked: names of modules, or paths of .py files.
     `--plugin` adds one (docs/how-to/custom_loss.md)."""
     profile_steps: int = Field(0, ge=0)
-    """Number of steps to profile, after the first ten steps of a launch; 0 profiles none. The time and traffic of each
-    phase of a step are written to OUTPUT_DIR/NAME/profile/. `--profile` sets this option to 10."""
+    """Number of steps to profile, after the first ten steps of a launch; 0 profiles none. The time of each phase of a
+    step, and the traffic by purpose, are written to OUTPUT_DIR/NAME/profile/. `--profile` sets this option to 10."""
 
     @field_validator("name")
     @classmethod
@@ -314,8 +314,8 @@ class VisionConfig(TowerConfig):
     options: dict[str, Any] = Field(default_factory=dict)
     """Additional keyword arguments of `timm.create_model`, such as patch_size, embed_dim, depth and num_heads."""
     mean: tuple[float, float, float] | None = None
-    """Mean per channel, subtracted from pixels in [0, 1]. With `pretrained`, by default timm's mean for the tag or, for
-    a file, timm's mean for the model; otherwise, by default, the mean of OpenAI's CLIP."""
+    """Mean per channel, subtracted from pixels in [0, 1]. By default, with `pretrained`, timm's mean for the tag (for a
+    file, timm's mean for the model); without `pretrained`, the mean of OpenAI's CLIP."""
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = None
     """Standard deviation per channel, by which pixels are divided; the default is chosen as for `mean`."""
 

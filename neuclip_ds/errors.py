@@ -27,7 +27,9 @@ def redact(text: str) -> str:
 
 
 class UserError(Exception):
-    """The input cannot be used; the message names the problem and the fix. A command exits with code 2 on all ranks.
+    """A problem that you can fix, such as an invalid option or a full disk; the message names the problem and the fix.
+
+    A command exits with code 2 on all ranks.
 
     Example:
         import neuclip_ds
@@ -107,7 +109,7 @@ def install_command(extra: str) -> str:
 
 
 def require_package(module: str, option: str, extra: str) -> None:
-    """Raise UserError if `option` needs an optional package that is not installed; the message names the extra."""
+    """Raise UserError with the command that installs `extra` if `module`, which `option` needs, is not installed."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:  # a folder of that name, such as wandb/, looks like a package
         command = install_command(extra)
@@ -116,7 +118,7 @@ def require_package(module: str, option: str, extra: str) -> None:
 
 @contextmanager
 def explained(problem: str, fix: str) -> Iterator[None]:
-    """Convert any exception but UserError into a UserError with the message "PROBLEM (the error); FIX.".
+    """Convert any `Exception` except UserError into a UserError with the message "PROBLEM (the error); FIX.".
 
     If the exception reports a limit of this machine, such as the number of open files, the fix is to raise the limit.
     """

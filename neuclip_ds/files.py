@@ -72,7 +72,7 @@ def seen_from_here(path: Path) -> Path:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary file next to `path`; the file replaces `path` if the block succeeds."""
+    """Yield a temporary file next to `path`; it replaces `path` if the block succeeds, and is removed otherwise."""
     _remove_abandoned(path.parent.glob(f".{glob.escape(path.name)}.[0-9]*"))
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -184,7 +184,10 @@ def read_text(path: Path) -> str:
 
 
 def json_lines(path: Path) -> list[Any]:
-    """Return the records of a JSON Lines file; first remove a last line without a newline, left by a killed program."""
+    """Return the records of a JSON Lines file; first remove a last line without a newline, left by a killed program.
+
+    Raises OSError if the file cannot be read or truncated, and ValueError if a complete line is not JSON.
+    """
     text = path.read_bytes()
     complete_lines = text[: text.rfind(b"\n") + 1]
     os.truncate(path, len(complete_lines))
@@ -291,7 +294,7 @@ def private_folder(fix: str = FIX_OF_CACHE) -> Path:
 
 @contextmanager
 def best_effort(path: Path) -> Iterator[Path]:
-    """Yield `path` for writing; log any file-system error in the block, and continue without the file.
+    """Yield `path` for writing; if a file-system error ends the block, log the error instead of raising it.
 
     For each path, only the 1st, 2nd, 4th, 8th, ... failure is logged.
     """
@@ -304,8 +307,8 @@ def best_effort(path: Path) -> Iterator[Path]:
         if is_power_of_two:
             reason = error.strerror or error
             log.warning(
-                "%s could not be written: %s (failed attempts so far: %d). The program continues without this file; "
-                "check the disk",
+                "%s could not be written: %s (failed attempts so far: %d). The program continues, but this output may "
+                "be incomplete; check the disk",
                 path,
                 reason,
                 count,

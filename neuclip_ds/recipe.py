@@ -263,7 +263,7 @@ def _validate(model: type[M], tree: dict[str, Any]) -> M:
         problems = [_explain(problem) for problem in error.errors()[:_MAX_PROBLEMS]]
         if error.error_count() > len(problems):
             problems.append(f"and {counted(error.error_count() - len(problems), 'more problem')}")
-        raise UserError(f"The config is wrong: {'; '.join(problems)}") from error
+        raise UserError(f"The config is invalid: {'; '.join(problems)}") from error
 
 
 def load_saved(path: Path) -> Config:
@@ -297,7 +297,7 @@ def _import_plugins(tree: Mapping[str, Any]) -> None:
 def _with_other_methods(tree: dict[str, Any]) -> dict[str, Any]:
     """Merge the sections of `other_methods` that the chosen method uses into `objective`, and drop the others.
 
-    All sections of `other_methods` are validated.
+    All sections of `other_methods` are validated; an unknown or invalid one raises `UserError`.
     """
     objective = tree.get("objective")
     if not isinstance(objective, dict) or _OTHER_METHODS not in objective:
@@ -308,7 +308,7 @@ def _with_other_methods(tree: dict[str, Any]) -> dict[str, Any]:
     for name, options in sections.items():
         if name not in method_sections():
             hint = nearest(name, method_sections()) or f"; the sections are {', '.join(method_sections())}."
-            raise UserError(f"The config is wrong: unknown key objective.{_OTHER_METHODS}.{name}{hint}")
+            raise UserError(f"The config is invalid: unknown key objective.{_OTHER_METHODS}.{name}{hint}")
         reader = next(method for method in METHODS if name in METHODS[method].sections)
         _validate(objective_config(), {"method": reader, name: options})
     used = {name: options for name, options in sections.items() if name in method_of(objective).sections}
@@ -326,6 +326,7 @@ def _command_line(argv: Sequence[str], ignore_unknown: bool = False) -> dict[str
     """Parse options into a tree of their values.
 
     A later NAME=VALUE replaces an earlier one, even for lists, except for `--plugin`, whose values are collected.
+    Raises `UserError` if an option is unknown or the command line cannot be parsed.
     """
     last: dict[str | int, str] = {}  # by option name, or by position for other arguments
     for position, argument in enumerate(argv):
@@ -354,7 +355,7 @@ def _command_line(argv: Sequence[str], ignore_unknown: bool = False) -> dict[str
                 hint = nearest(option, known) or "; --help all lists all options."
                 raise UserError(f"Unknown option {_shown(option, str)}{hint}") from error
         reason = _shown(str(error).removeprefix("error parsing CLI: "), str)
-        raise UserError(f"The command line is wrong: {reason}. {_SEE_HELP}") from error
+        raise UserError(f"The command line is invalid: {reason}. {_SEE_HELP}") from error
 
 
 def _with_null_lists(tree: dict[str, Any]) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def read_options(path: Path) -> Any:
         text = path.read_bytes()
         return json.loads(text) if path.suffix == ".json" else read_yaml(text)
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
+        raise UserError(f"{path} cannot be read: {error.strerror or error}; check the path and permissions.") from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:  # RecursionError: deeply nested JSON
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{path} is not valid YAML or JSON: {reason[:300]}.") from error

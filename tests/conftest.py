@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--device",
         choices=["cpu", "cuda"],
         default="cpu",
-        help="where tests run, and the processes that they start; `-m gpu --device=cuda` is `make test-gpu`",
+        help="device of the tests and of the processes that they start (default: cpu); see `make test-gpu`",
     )
 
 
@@ -53,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection(session: pytest.Session) -> None:
-    """Prepare a process that runs tests; pytest-xdist's main process, which does not, need not import torch."""
+    """Prepare a process that runs tests; pytest-xdist's main process runs none, so it need not import torch."""
     import torch
     from hypothesis import settings
 
@@ -70,9 +70,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def frozen_modules() -> Iterator[None]:
-    """Leave collections to Python in runs in this process, because a run unfreezes all objects at its end.
+    """Disable the trainer's `CollectGarbage` in runs in this process, because it unfreezes all objects after a run.
 
-    Each later collection, such as the one at the start of the next run, would take up to a second.
+    Each later collection, such as the one at the start of the next run, would then take up to a second.
     """
     trainer = sys.modules.get("neuclip_ds.training.trainer")
     with pytest.MonkeyPatch.context() as patch:

@@ -45,7 +45,10 @@ def context() -> ForkServerContext:
 def fork(
     work: Callable[..., None], *args: Any, variables: Mapping[str, str], folder: Path | None = None
 ) -> BaseProcess:
-    """Run a module-level function, `work(*args)`, in a new process and session with only these variables."""
+    """Run a module-level function, `work(*args)`, in a new process and session with only these environment variables.
+
+    If `folder` is given, it is the working folder of the process.
+    """
     task = (work, args, dict(variables), folder)
     if variables.get("DS_ACCELERATOR", "cpu") == "cpu":
         process: BaseProcess = context().Process(target=_begin, args=task)

@@ -78,7 +78,7 @@ def described(documented: Any) -> Iterator[str]:
 
 
 def members(documented: type) -> dict[str, Any]:
-    """Return the members that a class defines or inherits from a class of this package, by name, its own first."""
+    """Return a class's members by name: those that it defines, then those inherited from classes of this package."""
     by_name: dict[str, Any] = {}
     for base in documented.__mro__:
         if base.__module__.startswith("neuclip_ds."):

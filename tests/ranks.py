@@ -26,7 +26,7 @@ _LIMIT = 300.0  # seconds
 
 
 def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, device: str = "cpu") -> list[Any]:
-    """Run `work(communicator, *args)` on each rank, and return the results in rank order, on the CPU.
+    """Run `work(communicator, *args)` on each rank; return the results in rank order, with their tensors on the CPU.
 
     `work` must be a module-level function. With enough GPUs, the ranks connect in the same way as under a launcher.
 

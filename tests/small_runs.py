@@ -72,7 +72,7 @@ def start(tool: str, *options: str, folder: Path | None = None, ranks: int = 1) 
 
 
 def call(tool: str, *options: str, folder: Path | None = None, ranks: int = 1, code: int = 0) -> CompletedProcess[str]:
-    """Run a tool, check that every rank ends with this exit code, and return the combined output of all ranks."""
+    """Run a tool, check that every rank exits with this code, and return the combined output of all ranks."""
     done = ends(start(tool, *options, folder=folder, ranks=ranks))
     out, err = ("".join(texts) for texts in zip(*((one.stdout, one.stderr) for one in done), strict=True))
     assert [one.returncode for one in done] == [code] * ranks, out + err
@@ -122,8 +122,8 @@ def training(runs: Path, data: str | Path, steps: int) -> list[str]:
 def train_connected(communicator: Communicator, config: Config, *hooks: Hook) -> None:
     """Train on ranks that are already connected, such as the ranks of `run_ranks`.
 
-    The run leaves collections to Python. At its end, a run unfreezes all objects, and the collection at the start of
-    the next run on these ranks would copy the memory that they share with the fork server.
+    The trainer's `CollectGarbage` is disabled, because it unfreezes all objects after a run, so that the collection at
+    the start of the next run on these ranks would copy the memory that they share with the fork server.
     """
     from neuclip_ds.training import trainer
     from neuclip_ds.training.hooks import Hook

@@ -1,7 +1,7 @@
 """Copy excerpts of the source into the pages of docs/: `python tests/source_excerpts.py`.
 
-In the source, the comments `# docs: NAME` and `# docs: end` enclose an excerpt. A file may contain several parts of one
-name; `...` stands for the lines between them. On a page, `<!-- from FILE: NAME -->` stands before the excerpt.
+In the source, the comments `# docs: NAME` and `# docs: end` enclose an excerpt. An excerpt may have several parts with
+the same name; `...` stands for the lines between them. On a page, `<!-- from FILE: NAME -->` stands before the excerpt.
 """
 
 import re
@@ -38,7 +38,7 @@ def excerpt(file: str, name: str) -> str:
 
 
 def written(page: Path) -> str:
-    """Return the text of a page with its excerpts as they are in the source now."""
+    """Return the text of a page with its excerpts updated from the source."""
 
     def renewed(block: re.Match[str]) -> str:
         start, file, name, _, end = block.groups()

@@ -94,7 +94,7 @@ def test_a_run_works_outside_the_main_thread(shards: Path, tmp_path: Path) -> No
     raised: list[neuclip_ds.UserError] = []
 
     class TrainsToo(neuclip_ds.Hook):
-        def start(self, loop) -> None:  # in another thread than this one
+        def start(self, loop) -> None:  # in a different thread from this one
             with pytest.raises(neuclip_ds.UserError, match="Another thread of this process is training") as caught:
                 call_in_thread(lambda: neuclip_ds.train("demo"))
             raised.append(caught.value)

@@ -173,7 +173,7 @@ def test_deepspeed_and_collectives_are_used_by_few_packages() -> None:
 
 
 def test_only_the_engine_package_uses_deepspeeds_engine() -> None:
-    """Another version of DeepSpeed, or another engine, then changes one package."""
+    """To support another version of DeepSpeed, or another engine, only one package then has to change."""
     users = set()
     for path, package in modules():
         for node in ast.walk(syntax_tree(path)):
@@ -226,7 +226,7 @@ def test_nothing_unpickles_data_of_another_rank_or_a_file() -> None:
 
 
 def test_methods_are_named_in_the_table_alone() -> None:
-    """No code compares with the name of a method, as in `if method == "neuclip"`."""
+    """No code compares a value with the name of a method, as in `if method == "neuclip"`."""
     for path, _ in modules():
         for comparison in ast.walk(syntax_tree(path)):
             if not isinstance(comparison, ast.Compare):

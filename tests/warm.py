@@ -15,7 +15,7 @@ for module in pkgutil.walk_packages(neuclip_ds.__path__, "neuclip_ds."):
             importlib.import_module(module.name)
 for name in ("pytest", "hypothesis", "webdataset", "torch.utils.tensorboard", "transformers"):
     importlib.import_module(name)
-for name in ("accelerate", "lightning", "open_clip", "transformers.trainer"):  # of the tests of other training loops
+for name in ("accelerate", "lightning", "open_clip", "transformers.trainer"):  # for the tests of other training loops
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
 # modules that DeepSpeed loads when an engine starts, one of which imports torch's compiler, and the list of operators

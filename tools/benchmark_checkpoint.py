@@ -95,15 +95,26 @@ def measure(options: argparse.Namespace, model: str, ranks: int, folder: str) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="folder to write to (default: the system's temporary folder)")
-    parser.add_argument("--models", nargs="+", choices=_MODELS, default=["vitb32"], help="models to save")
-    parser.add_argument("--engine", default="zero1_bf16", help="DeepSpeed config: a name in ds_configs/ or a JSON file")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1], help="numbers of ranks on this machine")
-    parser.add_argument("--micro", type=int, default=32, help="pairs per rank")
     parser.add_argument(
-        "--steps", type=int, default=6, help="number of training steps, at least 2; the first one is not timed"
+        "--models", nargs="+", choices=_MODELS, default=["vitb32"], help="models to save (default: vitb32)"
     )
     parser.add_argument(
-        "--turns", type=int, default=3, help="number of times that each kind of save is timed; the medians are printed"
+        "--engine",
+        default="zero1_bf16",
+        help="DeepSpeed config: a name in ds_configs/ or a JSON file (default: zero1_bf16)",
+    )
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[1], help="numbers of ranks on this machine (default: 1)"
+    )
+    parser.add_argument("--micro", type=int, default=32, help="pairs per rank (default: 32)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=6,
+        help="number of training steps, at least 2; the first one is not timed (default: 6)",
+    )
+    parser.add_argument(
+        "--turns", type=int, default=3, help="times to measure each kind of save; the medians are printed (default: 3)"
     )
     options = parser.parse_args()
     print(machine())

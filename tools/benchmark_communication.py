@@ -41,7 +41,7 @@ _UNTIMED = 2  # first turns, which connect the ranks and allocate memory
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One rank's measurements of a way to communicate."""
+    """One rank's measurements of the communication with or without an optimization."""
 
     calls: int  # per turn
     bytes: int  # per turn
@@ -49,7 +49,7 @@ class Variant:
 
 
 def savings(image: Tensor, text: Tensor, world_size: int, tower: Tensor) -> dict[str, tuple[Work, Work]]:
-    """Return two variants for each optimization, without it and with it; both serve the same purpose in a step.
+    """Return the communication without and with each optimization; both variants serve the same purpose in a step.
 
     Args:
         image, text: (b, d) features of one rank.
@@ -162,12 +162,14 @@ def main() -> None:
         default=50,
         help="duration of a matrix product that replaces the image tower, in milliseconds (default: 50)",
     )
-    parser.add_argument("--repeats", type=int, default=30, help="interleaved repetitions (default: 30)")
+    parser.add_argument(
+        "--repeats", type=int, default=30, help="timed repetitions of each variant, interleaved (default: 30)"
+    )
     arguments = parser.parse_args()
     ranks = on_ranks(arguments.ranks, measure, arguments)
     sizes = f"{arguments.ranks} ranks, {arguments.rows} pairs per rank, d = {arguments.dim}"
     print(f"{machine()}, gloo, {sizes}\n")
-    print("| saving | calls | kB received | ms | calls after | kB | ms | bytes | time |")
+    print("| saving | calls before | kB before | ms before | calls | kB | ms | bytes ratio | time ratio |")
     print("|---" * 9 + "|")
     for name in ranks[0]["variants"]:
         before_by_rank = [Variant(**rank["variants"][name][0]) for rank in ranks]

@@ -1,4 +1,4 @@
-"""For developers of neuclip_ds: measure the raw readers, the sample order and the store of per-sample statistics.
+"""For developers of neuclip_ds: measure sample readers, the sample order and the store of per-sample statistics.
 
 The part `raw` compares our reader of raw samples with webdataset and MosaicML streaming; the parts `order` and `store`
 use a billion samples. Contenders run interleaved in new processes; results are medians (`store` runs once). MosaicML
@@ -162,7 +162,9 @@ def store_of(n: int) -> list[str]:
     lines.append(f"peak memory {peak:.1f} GB")
     for verb, ours, theirs in (("save", save, (plain + again) / 2), ("load", load, plain_read)):
         speed = 8 * n / 1e9 / theirs
-        lines.append(f"{verb} {8 * n / 1e9 / ours:.2f} GB/s, {theirs / ours:.2f} of the disk's plain {speed:.2f} GB/s")
+        lines.append(
+            f"{verb} {8 * n / 1e9 / ours:.2f} GB/s, {theirs / ours:.2f} times the plain rate, {speed:.2f} GB/s"
+        )
     return lines
 
 
@@ -176,7 +178,7 @@ def _visit(store: SampleStore, batches: list[Tensor], when: str) -> Iterator[str
         faults = (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / len(batches)
         low = statistics.median(times)
         high = times[int(0.95 * len(times))]
-        yield f"{verb}, {when}: {low:.2f} ms (fastest {times[0]:.2f}, 95% below {high:.2f}), {faults:,.1f} page faults"
+        yield f"{verb}, {when}: median {low:.2f} ms (fastest {times[0]:.2f}, p95 {high:.2f}), {faults:,.1f} page faults"
 
 
 @contextmanager
@@ -236,7 +238,12 @@ def main() -> None:
         "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure (default: all)"
     )
     parser.add_argument("--epochs", type=int, default=2, help="passes over the shards per measurement (default: 2)")
-    parser.add_argument("--repeats", type=int, default=3, help="interleaved repetitions (default: 3)")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=3,
+        help="times to measure each reader, interleaved, and each position in the order (default: 3)",
+    )
     parser.add_argument(
         "--rows",
         type=int,

@@ -67,7 +67,7 @@ WARM_UP = 2  # number of prefetch buffers that are read before timing starts
 
 
 class Setting(argparse.Namespace):
-    """Options and location of the photographs."""
+    """Options, and the locations of the prepared files."""
 
     data: Path
     samples: int
@@ -363,7 +363,9 @@ def main() -> None:
     )
     parser.add_argument("--batch", type=int, default=64, help="samples per batch (default: 64)")
     parser.add_argument("--workers", type=int, default=1, help="loader processes (default: 1)")
-    parser.add_argument("--repeats", type=int, default=3, help="interleaved repetitions (default: 3)")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="times to measure each contender, interleaved (default: 3)"
+    )
     with exit_on_mistake():
         run(parser.parse_args(namespace=Setting()))
 
@@ -405,8 +407,8 @@ def print_rates(setting: Setting) -> None:
 
 
 def print_evaluation(setting: Setting) -> None:
-    print("\n| evaluation | samples/s per worker, first | again |\n|---|---|---|")
-    for name, work in {"a set": evaluation_set, "validation pairs": evaluation_pairs}.items():
+    print("\n| evaluation | samples/s per worker, first pass | second pass |\n|---|---|---|")
+    for name, work in {"evaluation set": evaluation_set, "validation pairs": evaluation_pairs}.items():
         turns: list[Passes] = [in_new_process(work, setting) for _ in range(setting.repeats)]
         workers = max(1, setting.workers)
         first = statistics.median(turn.first for turn in turns) / workers

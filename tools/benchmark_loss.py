@@ -94,7 +94,8 @@ def measure(rows: int, options: argparse.Namespace) -> dict[str, list[float]]:
         loss(*leaves).backward()
 
     works = {name: partial(work, loss) for name, loss in losses.items()}
-    steps_to_predict = 2 + NpnConfig().prototypes // (rows * dist.get_world_size())  # fills the NPN
+    # NPN predicts once its queue is full
+    steps_to_predict = 2 + NpnConfig().prototypes // (rows * dist.get_world_size())
     in_turns(works, steps_to_predict, wait)
     return in_turns(works, options.repeats, wait)
 
@@ -113,18 +114,21 @@ def compare(world_size: int, rows: int, options: argparse.Namespace) -> list[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="world sizes (default 1 2)")
-    parser.add_argument("--batch", type=int, nargs="+", default=[512, 2048], help="pairs per rank (default 512 2048)")
-    parser.add_argument("--dim", type=int, default=512, help="feature width (default 512)")
-    parser.add_argument("--repeats", type=int, default=20, help="timed steps of each loss, interleaved (default 20)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="world sizes (default: 1 2)")
+    parser.add_argument("--batch", type=int, nargs="+", default=[512, 2048], help="pairs per rank (default: 512 2048)")
+    parser.add_argument("--dim", type=int, default=512, help="feature width (default: 512)")
+    parser.add_argument("--repeats", type=int, default=20, help="timed steps of each loss, interleaved (default: 20)")
     parser.add_argument(
-        "--methods", nargs="+", default=["openclip", "fastclip_v3", "neuclip"], help="methods of neuclip_ds"
+        "--methods",
+        nargs="+",
+        default=["openclip", "fastclip_v3", "neuclip"],
+        help="methods of neuclip_ds (default: openclip fastclip_v3 neuclip)",
     )
     parser.add_argument(
         "--fast-clip", type=Path, help="checkout of Optimization-AI/fast_clip, whose loss is then measured too"
     )
     parser.add_argument(
-        "--device", choices=["cpu", "cuda"], default="cpu", help="cuda needs one GPU per rank (default cpu)"
+        "--device", choices=["cpu", "cuda"], default="cpu", help="cuda needs one GPU per rank (default: cpu)"
     )
     options = parser.parse_args()
     print(f"{machine(options.device)}, float32, d = {options.dim}\n")

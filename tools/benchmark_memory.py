@@ -115,22 +115,37 @@ def line(case: Case, by_rank: list[Measurement], tflops: float | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=_MODELS, default=["vitb32"], help="models to train")
     parser.add_argument(
-        "--engines", nargs="+", default=["zero1_bf16"], help="DeepSpeed configs: names in ds_configs/ or JSON files"
+        "--models", nargs="+", choices=_MODELS, default=["vitb32"], help="models to train (default: vitb32)"
     )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1], help="numbers of ranks on this machine")
-    parser.add_argument("--micro", type=int, nargs="+", default=[32], help="pairs per micro-batch and rank")
-    parser.add_argument("--passes", type=int, nargs="+", default=[1], help="micro-batches per step and rank")
     parser.add_argument(
-        "--checkpointing", nargs="+", choices=["on", "off"], default=["off"], help="activation checkpointing"
+        "--engines",
+        nargs="+",
+        default=["zero1_bf16"],
+        help="DeepSpeed configs: names in ds_configs/ or JSON files (default: zero1_bf16)",
     )
-    parser.add_argument("--method", default="fastclip_v3", help="method to train with")
-    parser.add_argument("--steps", type=int, default=3, help="number of training steps, at least 2")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[1], help="numbers of ranks on this machine (default: 1)"
+    )
+    parser.add_argument(
+        "--micro", type=int, nargs="+", default=[32], help="pairs per micro-batch and rank (default: 32)"
+    )
+    parser.add_argument(
+        "--passes", type=int, nargs="+", default=[1], help="micro-batches per step and rank (default: 1)"
+    )
+    parser.add_argument(
+        "--checkpointing",
+        nargs="+",
+        choices=["on", "off"],
+        default=["off"],
+        help="activation checkpointing (default: off)",
+    )
+    parser.add_argument("--method", default="fastclip_v3", help="method to train with (default: fastclip_v3)")
+    parser.add_argument("--steps", type=int, default=3, help="number of training steps, at least 2 (default: 3)")
     parser.add_argument(
         "--tflops",
         type=float,
-        help="peak TFLOP/s of the GPU in the precision of --engines; prints the share that the steps reach",
+        help="peak TFLOP/s of the GPU in the precision of --engines, to print the share that the steps reach",
     )
     parser.add_argument("--parts", action="store_true", help="also print the components of the prediction")
     options = parser.parse_args()

@@ -92,7 +92,7 @@ def measure(rows: int, repeats: int, options: argparse.Namespace) -> dict[str, d
     for own_communicator in communicators.values():
         own_communicator.traffic.clear()
     seconds = in_turns(works, repeats, communicator.barrier)
-    feature_bytes = (communicator.world_size - 1) * rows * dim * dtype.itemsize  # of one side, from the other ranks
+    feature_bytes = (communicator.world_size - 1) * rows * dim * dtype.itemsize  # of one modality, from other ranks
     received = {PEER: {"features": 2 * feature_bytes, "feature gradients": 2 * feature_bytes}}  # ring algorithms
     for method, own_communicator in communicators.items():
         received[method] = {}
@@ -125,22 +125,22 @@ def compare(world_size: int, rows: int, options: argparse.Namespace) -> list[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="world sizes (default 1 2)")
-    parser.add_argument("--batch", type=int, nargs="+", default=[512, 2048], help="pairs per rank (default 512 2048)")
-    parser.add_argument("--dim", type=int, default=512, help="feature width (default 512)")
-    parser.add_argument("--tau", type=float, default=0.07, help="temperature (default 0.07)")
-    parser.add_argument("--features", choices=FEATURES, default="random", help="kind of features (default random)")
-    parser.add_argument("--methods", nargs="+", default=[*METHODS], help="methods to measure (default all)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="world sizes (default: 1 2)")
+    parser.add_argument("--batch", type=int, nargs="+", default=[512, 2048], help="pairs per rank (default: 512 2048)")
+    parser.add_argument("--dim", type=int, default=512, help="feature width (default: 512)")
+    parser.add_argument("--tau", type=float, default=0.07, help="temperature (default: 0.07)")
+    parser.add_argument("--features", choices=FEATURES, default="random", help="kind of features (default: random)")
+    parser.add_argument("--methods", nargs="+", default=[*METHODS], help="methods to measure (default: all)")
     parser.add_argument(
         "--precision",
         choices=["fp32", "bf16"],
         default="fp32",
-        help="precision of the features; in bf16, open_clip's loss runs under autocast",
+        help="precision of the features; in bf16, open_clip's loss runs under autocast (default: fp32)",
     )
     parser.add_argument(
-        "--device", choices=["cpu", "cuda"], default="cpu", help="cuda needs one GPU per rank (default cpu)"
+        "--device", choices=["cpu", "cuda"], default="cpu", help="cuda needs one GPU per rank (default: cpu)"
     )
-    parser.add_argument("--repeats", type=int, default=20, help="timed steps of each method, interleaved (default 20)")
+    parser.add_argument("--repeats", type=int, default=20, help="timed steps of each method, interleaved (default: 20)")
     arguments = parser.parse_args()
     print(f"{machine(arguments.device)}, {arguments.precision}, d = {arguments.dim}, tau = {arguments.tau}", end="")
     print(f", features: {arguments.features}\n")

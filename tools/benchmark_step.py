@@ -32,7 +32,8 @@ reported at the end; the others still run.
 
 The part `shares` prints the objective's share of a step of --share-model with openclip, fastclip_v3 and neuclip. The
 towers and the optimizer are timed in real steps of --share-rows pairs. The objective alone is timed at that batch size
-and at the paper's global batch size, for which the towers are assumed to take the same time per pair.
+and at --paper-batch, by default the global batch size of the largest runs in the FastCLIP and NeuCLIP papers, for which
+the towers are assumed to take the same time per pair.
 
 The part `throughput` prints a table for the documentation: samples/s of our steps on random pairs, the share of the
 GPUs' peak FLOP/s that the towers reach (MFU, without recomputed operations; only in bf16 on H100, H200, A100 and T4
@@ -151,7 +152,7 @@ class Setting:
 
     @property
     def steps(self) -> int:
-        """Steps after the warm-up: --steps plus a logging interval, as open_clip writes its points one step late."""
+        """Steps after the warm-up: --steps plus a logging interval, because open_clip writes its points a step late."""
         return int(self.arguments.steps + self.arguments.log_every)
 
     def config(self, method: str | None = None, *more: str) -> Config:
@@ -260,10 +261,18 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=20, help="timed steps (default: 20)")
     parser.add_argument(
-        "--warmup", type=int, default=10, help="untimed first steps; NeuCLIP uses more if it needs them (default: 10)"
+        "--warmup",
+        type=int,
+        default=10,
+        help="untimed first steps; methods with prototypes or a queue use more if they need them (default: 10)",
     )
     parser.add_argument("--log-every", type=int, default=5, help="steps between TensorBoard points (default: 5)")
-    parser.add_argument("--repeats", type=int, default=2, help="interleaved repetitions (default: 2)")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=2,
+        help="runs of each program, interleaved; in the part `shares`, timed steps of the objective (default: 2)",
+    )
     parser.add_argument("--workers", type=int, default=1, help="loader processes per rank (default: 1)")
     parser.add_argument(
         "--threads", type=int, help="threads per rank (default: cores / ranks, and 1 in the part `shares`)"
@@ -287,13 +296,13 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         "--share-steps",
         type=positive_integer,
         default=2,
-        help="real steps of `shares` after the first (default: 2)",
+        help="timed real steps of the part `shares`, after an untimed one (default: 2)",
     )
     parser.add_argument(
         "--paper-batch",
         type=int,
         default=_PAPER_BATCH,
-        help=f"the paper's batch size, for `shares` (default: {_PAPER_BATCH})",
+        help=f"larger global batch size of the part `shares` (default: {_PAPER_BATCH}, as in the papers)",
     )
     parser.add_argument(
         "--paper-ranks",
@@ -345,7 +354,7 @@ def describe(arguments: argparse.Namespace) -> list[str]:
     for package in ("deepspeed", "open_clip_torch"):
         if importlib.util.find_spec(package.removesuffix("_torch")) is not None:
             versions.append(f"{package} {importlib.metadata.version(package)}")
-    load = f"load {os.getloadavg()[0]:.1f} before"
+    load = f"load average {os.getloadavg()[0]:.1f} before the runs"
     captions = f"tokens of random captions: {arguments.caption_tokens}"
     return [
         f"title: Speed of training steps, {arguments.recipe}, {arguments.precision}, {captions}",
@@ -549,7 +558,7 @@ def programs(setting: Setting) -> list[Program]:
 
 
 def our_program(setting: Setting, method: str, variant: str) -> Program:
-    """Return our program; its warm-up lasts at least until NeuCLIP's network predicts."""
+    """Return our program; its warm-up lasts at least until NeuCLIP's network predicts or the queue is full."""
     arguments = setting.arguments
     steps_to_predict = first_prediction(setting.config(method))
     points_to_predict = math.ceil(steps_to_predict / arguments.log_every)
@@ -688,7 +697,7 @@ def step_seconds(setting: Setting) -> float:
 
 
 def loss_seconds(setting: Setting) -> dict[str, float]:
-    """Return the seconds of a step of the loss without towers, by method."""
+    """Return the seconds per step of the loss alone, by method."""
     path = setting.write("objective", 1)
     folder = Path(path).with_suffix("")
     report(f"the objective alone, {counted(setting.ranks, 'rank')} with {setting.rows} pairs each")

@@ -1,4 +1,4 @@
-"""For developers of neuclip_ds: measure what stored features save, and what it costs to compute and to compare them.
+"""For developers of neuclip_ds: measure the time that stored features save, and the time to compute and compare them.
 
 The model has a timm ViT-B/32 and a text tower of CLIP's size, with random weights; the images are the demo's scenes,
 enlarged to 224 px. Only the projections train: first with the frozen towers in place, then on their stored outputs.
@@ -43,8 +43,10 @@ WIDTH = 512  # of the features that are compared
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=64, help="pairs per step")
-    parser.add_argument("--steps", type=int, default=4, help="steps of each run; the first one is not timed")
+    parser.add_argument("--batch", type=int, default=64, help="pairs per step (default: 64)")
+    parser.add_argument(
+        "--steps", type=int, default=4, help="steps of each run; the first one is not timed (default: 4)"
+    )
     compared = "number of features that `neuclip-ds filter` compares (default: 40000)"
     parser.add_argument("--compared", type=int, default=40_000, help=compared)
     options = parser.parse_args()
@@ -111,7 +113,7 @@ def cpu_time_of(*arguments: str) -> float:
 
 
 def write_random_features(folder: Path, samples: int) -> None:
-    """Write image features of random directions as `neuclip-ds embed` does, with random similarities to captions."""
+    """Write random image features, and random similarities to captions, in the format of `neuclip-ds embed`."""
     generator = np.random.default_rng(0)
     features = generator.standard_normal((samples, WIDTH), dtype=np.float32)
     features /= np.linalg.norm(features, axis=1, keepdims=True)

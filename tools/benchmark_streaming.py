@@ -1,4 +1,4 @@
-"""For developers of neuclip_ds: compare our loader with webdataset and MosaicML streaming, on disk and from S3.
+"""For developers of neuclip_ds: compare our loader with webdataset and MosaicML streaming, from disk and from S3.
 
 All contenders read the same samples (JPEG and txt pairs) with the same transform, workers, batch size and prefetch;
 each shuffles in its own way. A new process measures one epoch, and a second one measures the first batch of an epoch
@@ -94,8 +94,8 @@ class Storage(NamedTuple):
 class Start(NamedTuple):
     """State from which a contender starts."""
 
-    batches: int  # batches of the epoch that an earlier process has read
-    copies: Path  # an empty folder for local copies of shards
+    batches: int  # number of the epoch's batches to skip, as if an earlier process had read them
+    copies: Path  # empty folder for local copies of shards
 
 
 class Run(NamedTuple):
@@ -106,7 +106,7 @@ class Run(NamedTuple):
     first_fetched: Counters  # the store's counters when the first batch arrives
     seconds: float  # from the first batch to the end
     samples: int  # total number of samples
-    fetched: Counters
+    fetched: Counters  # the store's counters at the end
 
     @property
     def rate(self) -> float:
@@ -333,7 +333,9 @@ def main() -> None:
         "--latency-ms", type=float, default=50, help="S3 server's latency per request, in ms (default: 50)"
     )
     parser.add_argument("--bandwidth-mb", type=float, default=20, help="S3 server's MB/s; 0 for no limit (default: 20)")
-    parser.add_argument("--repeats", type=int, default=3, help="interleaved repetitions (default: 3)")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="times to measure each data loader, interleaved (default: 3)"
+    )
     parser.add_argument("--out", type=Path, help="JSON file for the options and results")
     setting = parser.parse_args(namespace=Setting())
     with exit_on_mistake():
@@ -381,7 +383,10 @@ def _check_complete(contender: str, turns: Sequence[Turn], n: int) -> None:
     """Print a message if epochs lost or repeated samples, because their rates are then not comparable."""
     wrong_sizes = {turn.epoch.samples for turn in turns} - {n}
     if wrong_sizes:
-        print(f"{contender} read epochs of {', '.join(map(str, sorted(wrong_sizes)))} samples instead of {n}.")
+        print(
+            f"{contender} is not comparable: its epochs had {', '.join(map(str, sorted(wrong_sizes)))} samples instead "
+            f"of {n}."
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Estimate a recipe's step time and traffic on nodes of eight H100 GPUs, which have not been measured.
+"""Estimate a recipe's step time and traffic on nodes of eight H100 GPUs, without measurements on such nodes.
 
 The work of a step and all its collectives are counted on one simulated rank (step_costs.py). The estimate is
 
@@ -72,11 +72,11 @@ class Network:
     bandwidth: float  # bandwidth of all of a node's adapters together
 
 
-# near the slow end of published_rates.csv: 13 % of the peak while the towers compute; bandwidths include the wait for
+# near the slow end of published_rates.csv: 13% of the peak while the towers compute; bandwidths include the wait for
 # other ranks
 SLOW_COMPUTE = Compute(overhead=0.12, tower_rate=0.13 * _TOWER_FLOPS, loading_rate=570)
 SLOW_NETWORK = Network(inner_bandwidth=8e9, bandwidth=2e9)
-# the aim: the towers reach 40 % of the peak, a link 80 %, and the loader is never waited for
+# the aim: the towers reach 40% of the peak, a link reaches 80%, and training never waits for the loader
 FAST_COMPUTE = Compute(overhead=0.01, tower_rate=0.4 * _TOWER_FLOPS)
 FAST_NETWORK = Network(inner_bandwidth=0.8 * _LINK_BANDWIDTH, bandwidth=_NODE_BANDWIDTH)
 
@@ -109,7 +109,7 @@ class StepTime:
 
 
 def collective_seconds(op: str, size: int, cluster: Cluster) -> float:
-    """Return the seconds of one collective; `op` and `size` as in `ring_bytes`."""
+    """Return the seconds of one collective; `op` and `size` are as in `ring_bytes`."""
     ranks = cluster.world_size
     network = cluster.network
     if ranks == 1:

@@ -1,4 +1,4 @@
-"""Files with measurements: where, when and with which code they were made, and a label for pages that print them.
+"""Read and write files of measurements with their origin: the machine, date and code; name the origin below tables.
 
 A data file is a CSV table below lines of the form `# key: value`:
 

@@ -33,7 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="folder of a run that has been evaluated on image-text pairs")
     parser.add_argument("picture", type=Path, help="PNG file to write")
-    parser.add_argument("--queries", type=int, default=6, help="maximum number of captions to draw")
+    parser.add_argument("--queries", type=int, default=6, help="maximum number of captions to draw (default: 6)")
     options = parser.parse_args()
     with exit_on_mistake():
         queries = read_queries(options.run)[: options.queries]
@@ -81,7 +81,7 @@ def drawn(queries: list[dict[str, Any]]) -> Image.Image:
 
 
 def tile(picture: str) -> Image.Image:
-    """Return the image of a data: URI in the size of a tile; an image that could not be stored is gray."""
+    """Return the image of a data: URI, resized to a tile, or a gray tile if the image could not be stored."""
     _, _, encoded = picture.partition("base64,")
     if not encoded:
         return Image.new("RGB", (_TILE, _TILE), "lightgray")

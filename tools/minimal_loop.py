@@ -36,6 +36,7 @@ from neuclip_ds.losses import ContrastiveLoss, IndexedDataset, import_plugin
 from neuclip_ds.models.bpe import train_bpe
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 
+DEMO = Path("data/minimal")
 DIM = 64
 SIZE = 32
 CONTEXT = 32
@@ -112,11 +113,18 @@ def recall_at_1(towers: nn.Module, pairs: Pairs, device: torch.device) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path("data/minimal"), help="folder with shards in train/ and val/")
-    parser.add_argument("--method", default="fastclip_v1", help="a method in the table of docs/reference/losses.md")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=DEMO,
+        help=f"folder with shards in train/ and val/ (default: {DEMO}, which is created with demo pairs)",
+    )
+    parser.add_argument(
+        "--method", default="fastclip_v1", help="a method in docs/reference/losses.md (default: fastclip_v1)"
+    )
     parser.add_argument("--plugin", help="a module or .py file that registers the method, if it is your own")
-    parser.add_argument("--epochs", type=int, default=6, help="passes over the pairs (default 6)")
-    parser.add_argument("--batch", type=int, default=128, help="global batch size, over all ranks (default 128)")
+    parser.add_argument("--epochs", type=int, default=6, help="passes over the pairs (default: 6)")
+    parser.add_argument("--batch", type=int, default=128, help="global batch size, over all ranks (default: 128)")
     options = parser.parse_args()
     if options.plugin:
         import_plugin(options.plugin)
@@ -127,12 +135,12 @@ def main() -> None:
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
     if ranks > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    if rank == 0 and not options.data.exists():
-        make_demo_data(options.data, pairs=4_000, held_out=500, zero_shot=80)
+    if rank == 0 and options.data == DEMO and not DEMO.exists():
+        make_demo_data(DEMO, pairs=4_000, held_out=500, zero_shot=80)
     if ranks > 1:
         dist.barrier()
 
-    # Most methods keep statistics of each sample: IndexedDataset adds the sample's index, the same in every epoch.
+    # Most methods keep per-sample statistics: IndexedDataset adds the sample's index, the same in every epoch.
     pairs = Pairs(options.data / "train")
     train = IndexedDataset(pairs)
     sampler: DistributedSampler[int] = DistributedSampler(train, ranks, rank, drop_last=True)

@@ -1,4 +1,4 @@
-"""Tables of the differences that the papers report, from docs/reference/published_scores.yaml."""
+"""Tables of the scores that the papers report, from docs/reference/published_scores.yaml."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,7 +7,7 @@ import yaml
 from data_files import ROOT, grid
 
 _SCORES: list[dict[str, Any]] = yaml.safe_load((ROOT / "docs/reference/published_scores.yaml").read_text("utf-8"))
-# data, batch size, and what to read in published_scores.yaml: start of `source`, setting, and suffix of the row names
+# data, batch size, and the place in published_scores.yaml: start of `source`, setting, and suffix of the row names
 _FROM_SCRATCH = [
     ("CC3M, 2.7M pairs", "1,024", "NeuCLIP (ICLR 2026)", "cc3m", ""),
     ("CC12M, 9.2M pairs", "2,048", "NeuCLIP (ICLR 2026)", "cc12m", ""),
@@ -17,7 +17,8 @@ _FROM_SCRATCH = [
     ("DFN-192M", "5,120", "NeuCLIP (ICLR 2026)", "dfn192m", ""),
     ("DFN-1B, 1B samples seen", "5,120", "NeuCLIP (ICLR 2026)", "dfn1b", ""),
 ]
-# head of a column -> names of its row, the first that exists; NeuCLIP and AmorLIP do not name FastCLIP's version
+# column heading -> names of rows, of which the first that exists is used; NeuCLIP and AmorLIP do not name FastCLIP's
+# version
 _COLUMNS = {
     "`fastclip_v3`": ("fastclip_v3", "fastclip"),
     "`neuclip`": ("neuclip",),
@@ -58,7 +59,7 @@ def fine_tuned() -> str:
 
 
 def _means(source: str, key: str) -> dict[str, float]:
-    """Return the means over DataComp's 38 tasks in a setting of a source, by the names of the rows."""
+    """Return the means over DataComp's 38 tasks by row name, for one setting of a source."""
     (table,) = [table for table in _SCORES if table["source"].startswith(source) and "datacomp" in table["scores"]]
     column = table["scores"].index("datacomp")
     means: dict[str, float] = {}

@@ -5,7 +5,7 @@ also contains the files that load the next batch, run hooks, and write metrics a
 only the other files, whose code runs between the batch on the device and the updated weights. With two ranks, the list
 is for rank 0.
 
-`--data` can be any training data; `train.py demo` renders some in .cache/demo.
+`--data` can be any training data; `train.py demo` renders demo data in .cache/demo.
 
 Example:
   python tools/reading_path.py --data .cache/demo/train --method fastclip_v3 --ranks 2
@@ -60,7 +60,7 @@ class RecordFiles(Hook):
 
 
 def files_of_a_step(shards: str, method: str, folder: str) -> list[str]:
-    """Train for a few steps on every rank; return the files that run on this rank, relative to the package."""
+    """Train for a few steps; return the files that one step executes on this rank, relative to the package."""
     logging.disable(logging.INFO)  # a progress line, which is logged every ten seconds, could fall within the step
     record = RecordFiles()
     api.train(
@@ -83,8 +83,8 @@ def is_around_the_step(path: Path) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help="folder or pattern of training shards")
-    parser.add_argument("--method", default="openclip", help="method to train with (default openclip)")
-    parser.add_argument("--ranks", type=int, choices=[1, 2], default=1, help="number of processes (default 1)")
+    parser.add_argument("--method", default="openclip", help="method to train with (default: openclip)")
+    parser.add_argument("--ranks", type=int, choices=[1, 2], default=1, help="number of processes (default: 1)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         by_rank = on_ranks(options.ranks, files_of_a_step, options.data, options.method, folder)

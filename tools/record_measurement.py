@@ -1,4 +1,4 @@
-"""Run the command of a data file again, and write the table that it prints with this machine, date and commit.
+"""Rerun the command of a data file, and update the file with the table that it prints, the machine, date and commit.
 
 Most files in tools/measurements name their command. Pass another one after `--`, for example with your paths, or if the
 file's command was for an earlier version of its program. The command must print a Markdown table with the file's
@@ -34,7 +34,7 @@ def main() -> None:
     with exit_on_mistake():
         names = [path.stem for path in MEASUREMENTS.glob("*.csv")]
         if options.name not in names:
-            hint = nearest(options.name, names) or "; the name is that of an existing file."
+            hint = nearest(options.name, names) or "; pass the name of an existing file."
             raise UserError(f"tools/measurements contains no {options.name}.csv{hint}")
         file = read_data(options.name)
         command = options.command or shlex.split(file.command)

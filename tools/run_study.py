@@ -1,8 +1,8 @@
 """Compare the losses by training small heads on frozen features, or small towers, for thousands of steps on CPU cores.
 
 The first call computes the features; with --pixels or --trainer, it writes the towers' inputs instead.
-OUT/results.jsonl receives a line for each run that ended, so the same command resumes a study that was interrupted.
-tools/study/plan.yaml lists the arms and the stages.
+OUT/results.jsonl receives a line for each completed run, so the same command resumes an interrupted study.
+tools/study/plan.yaml lists the arms (losses with their options) and the stages (groups of runs).
 
 Examples:
   python tools/run_study.py /data/flickr8k --stages gate oracles
@@ -70,7 +70,7 @@ def main() -> None:
         "--grid",
         type=positive_integer,
         default=1,
-        help="image features: means of the tower's output in GRID x GRID cells, concatenated",
+        help="use the concatenated means of the tower's output in GRID x GRID cells as image features",
     )
     parser.add_argument(
         "--pixels",
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument(
         "--stages",
         nargs="+",
-        help="stages of plan.yaml to run, in order, or whose tables to print (default: all stages for this data)",
+        help="stages of plan.yaml to run, in this order, or to print tables of (default: all stages for this data)",
     )
     parser.add_argument("--arms", nargs="+", help="arms of the stages to run (default: all)")
     parser.add_argument(
@@ -95,11 +95,15 @@ def main() -> None:
         "--processes",
         type=positive_integer,
         default=2,
-        help="number of concurrent runs, each with one CPU thread (default: 2)",
+        help="number of concurrent runs, each with one CPU thread",
     )
-    parser.add_argument("--tables", type=Path, help="print the tables of a results.jsonl instead of running")
     parser.add_argument(
-        "--figures", type=Path, help="folder for figures of the first stage in --stages, which has at most 20 settings"
+        "--tables", type=Path, help="print the tables of this results.jsonl instead of running the study"
+    )
+    parser.add_argument(
+        "--figures",
+        type=Path,
+        help="folder for figures of the first stage in --stages, which may have at most 20 settings",
     )
     with exit_on_mistake():
         options = parser.parse(sys.argv[1:])
@@ -117,7 +121,7 @@ def main() -> None:
 def data_source(text: str) -> str:
     """Parse a source of data: a folder, or demo:N."""
     if text.startswith("demo:") and not text.removeprefix("demo:").isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} has no number of scenes, such as demo:12000")
+        raise argparse.ArgumentTypeError(f"{text} must end in a number of scenes, as in demo:12000")
     return text
 
 
@@ -189,7 +193,7 @@ def results_to_print(known: Mapping[str, Any], options: argparse.Namespace) -> d
 
 
 def study(options: argparse.Namespace) -> None:
-    """Execute the runs of the stages that have not ended yet."""
+    """Execute the remaining runs of the stages."""
     for source in options.source:
         prepare(source, options)
     stages = stages_to_run(options)
@@ -240,7 +244,7 @@ def _in_order_of_end(pool: ProcessPoolExecutor, processes: int, todo: list[Job])
 
 
 def folder_of(source: str, options: argparse.Namespace) -> Path:
-    """Return the folder of the data of the runs on a source."""
+    """Return the folder for the data of a source."""
     name = "features"
     if options.trainer:
         name = "scenes" if source.startswith("demo:") else "photographs"
@@ -249,7 +253,7 @@ def folder_of(source: str, options: argparse.Namespace) -> Path:
 
 
 def prepare(source: str, options: argparse.Namespace) -> None:
-    """Compute or write the data of the runs on a source, unless the data exist."""
+    """Write the data of a source to its folder, unless they exist."""
     folder = folder_of(source, options)
     if options.trainer:
         record_origin(folder, source, "shards")
@@ -338,7 +342,7 @@ def planned(
     arms: Sequence[str] | None = None,
     batches: Sequence[int] | None = None,
 ) -> list[Job]:
-    """Return the runs of the stages that remain to be done.
+    """Return the remaining runs of the stages.
 
     The runs that follow a search depend on its scores, which are unknown before the search ends; here, all settings of
     the search count as equally good.
@@ -374,7 +378,7 @@ def estimate(stage: str, todo: list[Job], known: Mapping[str, Any], processes: i
         else:
             unknown += 1
     if unknown == len(todo):
-        return f"{stage}: {counted(len(todo), 'run')}; no earlier run shows their duration"
+        return f"{stage}: {counted(len(todo), 'run')}, of unknown duration because no similar run has ended"
     sentence = f"{stage}: {counted(len(todo), 'run')}, about {seconds / processes / 3600:.1f} hours"
     return f"{sentence}, not counting {counted(unknown, 'run')} of unknown duration" if unknown else sentence
 

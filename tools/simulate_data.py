@@ -2,7 +2,7 @@
 
 The sample order and cache policy are those of a run, but the shards are synthetic and the speeds of the node are
 assumed. Shards arrive one after another at the node's bandwidth; the cache evicts the least recently used shards. A
-step waits for whole shards, so a run whose manifest has sample tables gets its first batch earlier.
+step waits for whole shards, so a run whose manifest has sample tables gets its first batch earlier than simulated.
 
 Examples:
   python tools/simulate_data.py dfn192m_neuclip --samples 192e6 --nodes 1 8 64 --cache-gb 200 1000

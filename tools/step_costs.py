@@ -1,10 +1,10 @@
 """Count the traffic and operations of one rank's training step without data or other ranks.
 
 There are no formulas for the losses. Instead, a loss runs on a few rows of a `SimulatedRank` at several sizes, and its
-traffic and operations are extrapolated. The size of a collective is linear in rows and prototypes and quadratic in
-width, like a network's weights; operations are a low-degree polynomial in rows, width and prototypes. A new method
-therefore needs no code here. DeepSpeed's collectives follow the rules in zero_rules.py. Tests compare every collective
-exactly with profiled steps (tests/profiling/test_profile_ranks.py).
+traffic and operations are extrapolated. The size of a collective is linear in rows and prototypes and at most quadratic
+in width (collectives of a network's weights are quadratic); operations are a low-degree polynomial in rows, width and
+prototypes. A new method therefore needs no code here. DeepSpeed's collectives follow the rules in zero_rules.py. Tests
+check that every collective exactly matches profiled steps (tests/profiling/test_profile_ranks.py).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class CountedModel:
     dim: int  # d of the features
     image: TowerFlops
     text: TowerFlops
-    image_checkpointed: float  # fraction of the image tower's blocks
+    image_checkpointed: float  # fraction of the image tower's blocks that are recomputed
     text_checkpointed: float
 
 
@@ -268,13 +268,13 @@ class ObjectiveQuery:
     dim: int  # d of the features
     comm_dtype: torch.dtype  # dtype in which features are sent
     micro_batches: int = 1  # number of parts in which features arrive
-    build: LossBuilder = build_loss  # baselines have a different function
+    build: LossBuilder = build_loss  # function that builds the loss; baselines have a different one
     stored: Mapping[str, StoredShape] = field(default_factory=dict)  # stored features, by model
 
 
 def objective_calls(query: ObjectiveQuery) -> list[Call]:
     """Return the objective's collectives in an average step."""
-    # the sizes of the small runs, which determine a polynomial of degree 1, 2 and 1
+    # sizes of the small runs, which determine a polynomial of degree 1 in rows, 2 in width and 1 in prototypes
     rows = (2 * query.micro_batches, 4 * query.micro_batches)
     dims = (_DIM, 2 * _DIM, 3 * _DIM)
     prototypes = (1, 2)  # per rank
@@ -341,7 +341,7 @@ def objective_work(query: ObjectiveQuery) -> ObjectiveWork:
 
 
 def _polynomial_terms(b: float, d: float, c: float) -> list[float]:
-    """Return the polynomial terms for pairs, networks, features, prototypes, weights and rows."""
+    """Return the terms of the polynomial in the rows b, width d and prototypes c."""
     return [b * b * d, b * c * d, b * d * d, b * b, b * d, b * c, c * d, d * d, b, d, c, 1.0]
 
 
@@ -387,7 +387,7 @@ class _SmallRun:
             pending = self._loss.begin(index, valid, position, reference=self._stored.get(REFERENCE), teacher=teachers)
         else:
             pending = self._loss.begin(index, valid, position)
-        # as the engine adds the features of each micro-batch
+        # add the features of each micro-batch, as the engine does
         texts = self._text.tensor_split(self._micro_batches)
         images = self._image.tensor_split(self._micro_batches)
         for number_of_micro_batch, (text, image) in enumerate(zip(texts, images, strict=True)):
@@ -409,7 +409,7 @@ _WRITTEN_ARGUMENT = {torch.ops.aten.index_copy_: 3, torch.ops.aten.index_put_: 2
 
 
 class _ElementCounter(TorchDispatchMode):
-    """Count the elements that operations other than views and matrix products write."""
+    """Counts the elements that operations other than views and matrix products write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -554,7 +554,7 @@ def _lean_reductions(shapes: TrainedShapes, world_size: int) -> Iterator[Call]:
 
 
 def _lean_buckets(group: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the first element of each bucket of a group's parameters, and the end of the bucket."""
+    """Yield the element range [start, stop) of each gradient bucket in a parameter group."""
     start = 0
     stop = 0
     for size in group:
@@ -570,9 +570,9 @@ def _gathers(rules: ZeroRules, shapes: TrainedShapes, world_size: int, micro_bat
     """Yield the gathers of weights: by group after an update, or by parameter in ZeRO 3.
 
     ZeRO 3 keeps small weights whole and gathers them after the update; it gathers large weights when modules run. With
-    one micro-batch, weights stay gathered from the forward to the backward pass, up to `stage3_max_live_parameters`.
-    With several micro-batches, ZeRO 3 gathers weights for the first pass, the second pass and the backward pass of
-    each.
+    one micro-batch, weights stay gathered from the forward to the backward pass if at most `stage3_max_live_parameters`
+    parameters are trained. With several micro-batches, ZeRO 3 gathers large weights three times per micro-batch: for
+    the first forward pass, the second forward pass and the backward pass.
     """
     if rules.stage in (1, 2):
         for size in _padded_groups(shapes, world_size):

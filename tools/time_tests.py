@@ -34,7 +34,7 @@ AREAS = {
     "training": "the loop: resume, recovery, hooks, ZeRO stages",
     "faults": "killed ranks, full disks, damaged files, outages",
     "engine": "DeepSpeed's engine, precision, micro-batches",
-    "gpu_ready": "a simulated GPU: no hidden waits, memory, copies",
+    "gpu_ready": "a simulated GPU: hidden waits, memory, copies",
     "distributed": "collectives, rendezvous, failure detector",
     "checkpoint": "checkpoints, other world sizes, remote copies",
     "cli": "messages and exit codes of the commands",
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument(
         "areas", nargs="*", help="folders in tests/, or 'test_*.py' for the files directly in tests/ (default: all)"
     )
-    parser.add_argument("--processes", type=int, default=2, help="number of pytest processes at once")
+    parser.add_argument("--processes", type=int, default=2, help="number of concurrent pytest processes (default: 2)")
     options = parser.parse_args()
     with exit_on_mistake():
         names = options.areas or list(AREAS)
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def timed(name: str) -> Area:
-    """Run the fast tests of an area in this process, which must have no other children; count its slow test functions.
+    """Run the fast tests of an area, and count its slow test functions; this process must have no other children.
 
     Raises:
         UserError: a test failed.

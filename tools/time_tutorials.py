@@ -94,7 +94,7 @@ def read_steps() -> list[Step]:
 
 
 def pages_of(steps: Iterable[Step]) -> list[str]:
-    """Return the pages of the steps in their order."""
+    """Return the pages of the steps, each once, in order."""
     return list(dict.fromkeys(step.page for step in steps))
 
 
@@ -122,7 +122,7 @@ def link_flickr8k(source: Path, target: Path) -> None:
 
 
 def run(step: Step, clone: Path) -> tuple[float, float]:
-    """Run the commands of a step in the clone; return the seconds and the seconds of CPU time that they took.
+    """Run the commands of a step in the clone; return the wall time and the CPU time that they took, in seconds.
 
     Raises:
         UserError: a command failed.
@@ -146,7 +146,7 @@ def run(step: Step, clone: Path) -> tuple[float, float]:
 
 
 def cpu_time_of_children() -> float:
-    """Return the seconds of CPU time of all children that have ended, and of their children."""
+    """Return the CPU seconds of all ended child processes that have been waited for, and of their descendants."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 

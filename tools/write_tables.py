@@ -1,16 +1,16 @@
 """Write the tables of README.md, CONTRIBUTING.md and docs/ from the recorded numbers.
 
-The records are tools/measurements/*.csv, tools/study/*.jsonl and docs/reference/published_scores.yaml. A page names a
-table between two comments; the program replaces the lines between them:
+The records are tools/measurements/*.csv, tools/study/*.jsonl and docs/reference/published_scores.yaml. On a page, two
+comments enclose each table, and the first one names it; the program replaces the lines between them:
 
     <!-- table: NAME -->
     <!-- end of table -->
 
 It replaces a number or a phrase in a sentence in the same way: <!-- value: NAME --><!-- end of value -->.
 
-In a git checkout with its whole history, the program first lists the records whose code has changed since they were
-made (tools/measurements/older_code.txt); the tables mark their numbers as "older code". Elsewhere, and with --print,
-the stored list is used.
+In a git checkout with its whole history, the program first updates tools/measurements/older_code.txt, a list of the
+records whose code has changed since they were made; the tables mark their numbers as "older code". Elsewhere, and with
+--print, the stored list is used.
 
 Examples:
   python tools/write_tables.py
@@ -36,7 +36,10 @@ _MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "pages", nargs="*", type=Path, help="pages to write (default: README.md, CONTRIBUTING.md and all in docs/)"
+        "pages",
+        nargs="*",
+        type=Path,
+        help="pages to write (default: README.md, CONTRIBUTING.md and all pages in docs/)",
     )
     parser.add_argument("--print", action="store_true", help="print the tables instead of writing them to the pages")
     options = parser.parse_args()
@@ -62,7 +65,7 @@ def all_pages() -> Iterator[Path]:
 
 
 def with_tables(text: str) -> str:
-    """Return the text of a page with its tables and values; raise `KeyError` if one is unknown."""
+    """Return a page's text with its tables and values filled in; raise `KeyError` if the name of one is unknown."""
     text = _VALUE.sub(lambda match: f"{match[1]}{VALUES[match[2]]()}{match[3]}", text)
     return _MARKED.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}", text)
 

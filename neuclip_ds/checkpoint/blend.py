@@ -104,14 +104,14 @@ def _mean_number(parts: Sequence[tuple[float, float]]) -> float | None:
 
 
 def _check_alike(models: Sequence[ModelWeights]) -> None:
-    """Raise UserError if a model differs from the first in its architecture, preprocessing or tokenizer."""
+    """Raise `UserError` if a model differs from the first in its architecture, preprocessing or tokenizer."""
     first = models[0]
     for model in models[1:]:
         difference = _difference(first, model)
         if difference is not None:
             raise UserError(
                 f"{first.name} and {model.name} cannot be averaged: they differ in {difference}. Choose models with "
-                "the same architecture and tokenizer."
+                "the same architecture, preprocessing and tokenizer."
             )
 
 

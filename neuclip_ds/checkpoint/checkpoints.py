@@ -130,6 +130,7 @@ class Checkpoints:
 
     Args:
         folder: the run's `checkpoints` folder, created when the first checkpoint is saved.
+        communicator: communicator between the run's ranks.
         keep: number of newest checkpoints to keep.
         extra_files: files to add to each checkpoint (config, tokenizer, model description): name -> content.
 
@@ -188,11 +189,14 @@ class Checkpoints:
     def save(
         self, step: int, engine: Engine, loss: LossFunction, fingerprint: Fingerprint, data: Mapping[str, Any]
     ) -> Path:
-        """Save and verify the state after `step` steps; then delete the oldest checkpoints if more than `keep` exist.
+        """Save and verify the state after `step` steps, and return the checkpoint's folder.
 
-        `data` is stored in meta.json: the record of the training data, the states of the hooks, and the compiled
-        parts of the towers.
-        If any rank fails to write its files, the partial checkpoint is removed and all ranks raise `SaveFailed`.
+        If more than `keep` checkpoints then exist, the oldest are deleted, except the best one and one that is being
+        copied (`in_use`). `data` is stored in meta.json: the record of the training data, the states of the hooks, and
+        the compiled parts of the towers.
+
+        Raises `SaveFailed` on all ranks if the disk has too little space or any rank fails to write its files; the
+        partial checkpoint is then removed.
         """
         target = step_folder(self._folder, step)
         partial = _partial(target)
@@ -222,7 +226,10 @@ class Checkpoints:
         return None if best is None else Best(*best)  # sent as JSON, so a `Best` arrives as a list
 
     def keep_best(self, best: Best) -> None:
-        """Record a new best evaluation, whose checkpoint is then kept regardless of its age."""
+        """Record a new best evaluation, whose checkpoint is then kept regardless of its age.
+
+        Raises `SaveFailed` if best.json cannot be written.
+        """
 
         def write() -> None:
             with explain_failure(self._folder), atomic_write(self._folder / "best.json") as path:
@@ -274,7 +281,10 @@ class Checkpoints:
         return files
 
     def _make_room(self, partial: Path, size: int) -> None:
-        """Delete old partial checkpoints and create `partial`; raise `SaveFailed` if the disk has too little space."""
+        """Delete old partial checkpoints and create `partial`.
+
+        Raises `SaveFailed` if this fails or if the disk has too little space.
+        """
         needed = sum(self._communicator.gather_objects(size))
 
         def make() -> None:
@@ -307,7 +317,10 @@ class Checkpoints:
         log.info("saved checkpoint %s", target)
 
     def _delete_old(self) -> None:
-        """Delete the oldest checkpoints beyond `keep`, except the best one; keep all while the best one is unknown."""
+        """Delete the oldest checkpoints beyond `keep`, except the best one and one in use.
+
+        If best.json is damaged, log a warning and delete none.
+        """
         try:
             best = read_best(self._folder)
         except DamagedCheckpoint as error:

@@ -45,8 +45,9 @@ def export_run(
         The exported checkpoint.
 
     Raises:
-        UserError: `folder` is not empty, the checkpoint does not exist, is damaged or lacks the moving average, the
-            format does not support the model, or the run's start cannot be blended with the checkpoint.
+        UserError: `folder` is not empty or cannot be written, the checkpoint does not exist, is damaged or lacks the
+            moving average, the format does not support the model, or the run's start cannot be blended with the
+            checkpoint.
     """
     check_unused(folder)  # before the checkpoint is read
     checkpoint = find_best_checkpoint(path) if best else find_checkpoint(path)
@@ -71,8 +72,9 @@ def export_soup(
 ) -> list[Path]:
     """Export the mean of the weights of several runs, which were fine-tuned from the same checkpoint.
 
-    The arguments are as in `export_run`. Returns the checkpoints. Raises `UserError` as `export_run` does, and if a run
-    started from random weights, or the runs differ in their start, architecture, preprocessing or tokenizer.
+    The arguments are as in `export_run`. Returns the checkpoint of each run. Raises `UserError` as `export_run` does,
+    and if a run started from random weights, or the runs differ in their start, architecture, preprocessing or
+    tokenizer.
     """
     check_unused(folder)
     checkpoints = []

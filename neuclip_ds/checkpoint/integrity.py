@@ -23,7 +23,7 @@ class DamagedCheckpoint(UserError):
 
 
 class SaveFailed(UserError):
-    """At least one rank could not write its checkpoint files; the partial checkpoint is removed."""
+    """A checkpoint, or the record of the best evaluation, could not be written; a partial checkpoint is removed."""
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def write_files(folder: Path, files: Sequence[StateFile]) -> dict[str, Checksum]
 
 
 def is_complete(path: Path) -> bool:
-    """Return whether a folder is a complete checkpoint."""
+    """Return whether a folder contains meta.json, the last file of a checkpoint to be written, without verifying it."""
     return (path / META).is_file()
 
 

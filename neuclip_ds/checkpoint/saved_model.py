@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from neuclip_ds.checkpoint.checkpoints import read_best, step_folder, verify_together
-from neuclip_ds.checkpoint.integrity import is_complete
+from neuclip_ds.checkpoint.integrity import META, is_complete
 from neuclip_ds.checkpoint.sharded_state import OBJECTIVE, STATE, StateFiles
 from neuclip_ds.config import CLIP_BPE, TOKENIZER, Config, LoraConfig, ModelConfig
 from neuclip_ds.distributed.communicator import Communicator
@@ -66,8 +66,8 @@ def open_model(name: str, communicator: Communicator, average: bool = False) -> 
         name: a run's folder (its newest checkpoint is opened), a checkpoint in it, or any value of `model.pretrained`.
         average: whether to open the moving average of a run's weights (`ema.decay`).
 
-    Raises `UserError` if the model does not exist, if its files are inconsistent, or if it has no moving average
-    although `average` is true.
+    Raises `UserError` if the model does not exist, if its files are damaged or inconsistent, or if it has no moving
+    average although `average` is true.
     """
     path = Path(name).expanduser()
     if is_run(path):
@@ -112,12 +112,20 @@ def is_run(path: Path) -> bool:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return a run's newest checkpoint, or `path` if it is a checkpoint; raise `UserError` if none is found."""
+    """Return a run's newest checkpoint, or `path` if it is a checkpoint.
+
+    Raises `UserError` if there is no checkpoint or if the run's newest one is incomplete.
+    """
     checkpoint: Path | None = path
     if not is_complete(path):
         checkpoint = max((path / "checkpoints").glob("step_*"), default=None)
-    if checkpoint is None or not is_complete(checkpoint):
+    if checkpoint is None:
         raise UserError(f"{path} is neither a run with a checkpoint nor a checkpoint. Pass a folder such as runs/NAME.")
+    if not is_complete(checkpoint):
+        raise UserError(
+            f"{checkpoint}, the newest checkpoint of {path}, is incomplete: it contains no {META}. Restore it from a "
+            "copy, or pass an older checkpoint."
+        )
     return checkpoint.resolve()
 
 
@@ -226,13 +234,13 @@ def read_start(checkpoint: Path, communicator: Communicator) -> ModelWeights:
     expected_hash = read_start_hash(checkpoint / MODEL)
     difference = None
     if not _are_close(logits, run.initial_logits):
-        difference = "temperature or bias"
+        difference = "temperature or bias differs"
     elif expected_hash is not None and weights_hash(model) != expected_hash:
-        difference = "weights"
+        difference = "weights differ"
     if difference is not None:
         raise UserError(
-            f"model.pretrained={name} differs from the model that {checkpoint} started from in its {difference}, so it "
-            "has been replaced: restore the original model, or omit --blend."
+            f"The model at model.pretrained={name} is no longer the one that {checkpoint} started from: its "
+            f"{difference}. Restore the original model, or omit --blend."
         )
     return ModelWeights(
         name=name,
@@ -340,7 +348,10 @@ def _are_close(first: LogitParameters, second: LogitParameters) -> bool:
 
 
 def _final_logits(state: Mapping[str, Tensor], config: Config, initial: LogitParameters) -> LogitParameters:
-    """Return the temperature and bias: for each, the final value if one scalar was trained, else the initial one."""
+    """Return a run's final temperature and bias; a value that was not stored as one scalar is the initial one.
+
+    Without SigLIP's loss, a run that started from random weights has no bias.
+    """
     temperature = config.objective.temperature.initial or initial.temperature
     final_tau = trained_temperature(state)
     if final_tau is not None:

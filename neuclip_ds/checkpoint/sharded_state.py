@@ -7,7 +7,7 @@ of tensors:
     exp_avg ...  the same elements of the optimizer's tensors and of the weights' moving average (`average`)
     scalar       the optimizer's 0-dimensional tensors, such as PARAMETER/step
     buffer       the module's persistent buffers
-    table        rows of the objective's partitioned tables: per-sample statistics, NPN columns
+    table        rows of the objective's partitioned tables: per-sample statistics, NPN prototypes
     objective    the part of the objective's state that is the same on all ranks: temperature, counters
 
 Alignment padding is not saved. For a parameter that was not trained, only the kind `weight` is saved. The index
@@ -33,11 +33,11 @@ OBJECTIVE = "objective"
 
 
 class StateFiles(ShardFiles):
-    """Reader of a checkpoint's state; raises `UserError` if a file of the checkpoint is missing or damaged.
+    """Reader of a checkpoint's state; raises `UserError` if a file is missing, damaged or unreadable.
 
     Args:
         folder: the `state` folder of a checkpoint.
-        verified: whether the caller has already verified the checksums.
+        verified: whether the caller has already verified the checksums; if not, the constructor verifies them.
 
     Example:
         files = StateFiles(Path("runs/demo/checkpoints/step_000000100/state"))

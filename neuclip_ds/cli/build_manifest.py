@@ -52,7 +52,10 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--captions", nargs="+", default=["txt"], help="sources of captions, as in data.captions")
     parser.add_argument(
-        "--uids", nargs="+", default=[], help=".npy files with the sorted 128-bit uids of the samples to keep"
+        "--uids",
+        nargs="+",
+        default=[],
+        help=".npy files with the sorted 128-bit uids of the samples to keep (default: all samples)",
     )
     parser.add_argument("--uid-key", default="uid", help="key of the uid in a sample's JSON")
     parser.add_argument(

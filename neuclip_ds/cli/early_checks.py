@@ -20,7 +20,7 @@ _OPEN_CLIP = "open_clip:"
 
 
 def check_run(config: Config) -> None:
-    """Raise UserError if a path of a model or dataset in the config does not exist, or if a package is missing.
+    """Raise UserError if a local model or dataset in the config does not exist, or if a required package is missing.
 
     Also raise UserError if a limit of this machine is too low for loader processes. Other paths, such as
     `data.image_features` and `recovery.reuse`, are checked later.
@@ -73,7 +73,7 @@ def check_model(option: str, name: str) -> None:
 
 
 def check_path(option: str, path: str) -> None:
-    """Raise UserError if a local path does not exist, or if a package needed to read a remote path is missing.
+    """Raise UserError if a local path does not exist, or if a URL's scheme is unknown or needs a missing package.
 
     The path may have any form that `data.train` accepts; patterns are checked later, when they are expanded.
     """

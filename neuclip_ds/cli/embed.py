@@ -62,7 +62,11 @@ def main(arguments: Sequence[str]) -> None:
     default_crop_scale = DataConfig.model_fields["crop_scale"].default
     crop_scale_help = f"with --crops: the value of data.crop_scale in training (default: {default_crop_scale})"
     parser.add_argument("--crop-scale", type=float, help=crop_scale_help)
-    parser.add_argument("--seed", type=int, help="with --crops: the value of run.seed in training (default: 0)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        help="the value of run.seed in training, for --crops and for the caption that is encoded (default: 0)",
+    )
     parser.add_argument(
         "--all-captions",
         action="store_true",
@@ -150,8 +154,13 @@ def check_options(options: argparse.Namespace) -> None:
         raise UserError(f"{options.model} encodes no captions: omit --captions and --all-captions.")
     if options.crops < 0:
         raise UserError(f"--crops={options.crops} must be 1 or more, or 0 for the evaluation crop.")
-    if not options.crops and not (options.crop_scale is None and options.seed is None):
-        raise UserError("--crop-scale and --seed have no effect without --crops: set --crops, or omit both.")
+    if not options.crops and options.crop_scale is not None:
+        raise UserError("--crop-scale has no effect without --crops: set --crops, or omit --crop-scale.")
+    draws_captions = encodes_captions and not options.all_captions
+    if options.seed is not None and not options.crops and not draws_captions:
+        raise UserError(
+            "--seed has no effect without --crops, because no caption is drawn: set --crops, or omit --seed."
+        )
     if options.crop_scale is not None and not 0 < options.crop_scale < 1:
         raise UserError(f"--crop-scale={options.crop_scale:g} must be above 0 and below 1.")
     if options.seed is not None and options.seed < 0:

@@ -186,7 +186,7 @@ class _TaskData:
 def _open_tasks(
     options: argparse.Namespace, config: Config | None, folder: Path, communicator: Communicator
 ) -> _TaskData:
-    """Open the tasks in --data on all ranks; raise UserError if two have the same name.
+    """Open the tasks in --data on all ranks; raise UserError if one cannot be used, or if two have the same name.
 
     Args:
         options: options of the command line.
@@ -407,7 +407,8 @@ def _with_target(
 
     The validation pairs are added to the tasks if they are not among them.
 
-    Raises UserError if there is no such task, or the run has no validation pairs.
+    Raises UserError if `name` does not match exactly one task or, without `name`, if the run has no validation pairs or
+    another set has their name.
     """
     from neuclip_ds.data.training_set import find_validation
     from neuclip_ds.evaluation.tasks import Task
@@ -436,7 +437,10 @@ def _with_target(
 
 
 def _open_validation(config: Config, checkpoint: Path, communicator: Communicator) -> Manifest:
-    """Open a run's validation pairs: those in `data.val`, or those held out of its training data."""
+    """Open a run's validation pairs: those in `data.val`, or those held out of its training data.
+
+    Raises UserError if the run has none, or if they cannot be opened.
+    """
     from neuclip_ds.checkpoint.integrity import read_meta
     from neuclip_ds.data.open_data import open_data
     from neuclip_ds.data.training_set import TrainingSet

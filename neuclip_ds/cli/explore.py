@@ -1,10 +1,10 @@
 """Serve a local page that searches images with a model, or with two models side by side, and classifies images.
 
-Type a text query or drop an image, and the page shows the nearest images and captions. --images is a folder of image
-files (the caption of a.jpg is in a.txt) or shards, as in data.train. MODEL is a run's folder (its newest checkpoint), a
-checkpoint, or a pretrained model, as in model.pretrained. The features are computed at each start, or read from the
-folders in --features, which `neuclip-ds embed` wrote. The page sends no images or texts to other machines, and by
-default, only this machine can open it. docs/how-to/explore.md describes the page.
+For a text query, or an image that you drop onto it, the page shows the nearest images and captions. --images is a
+folder of image files (the caption of a.jpg is in a.txt) or shards, as in data.train. MODEL is a run's folder (its
+newest checkpoint), a checkpoint, or a pretrained model, as in model.pretrained. The features are computed at each
+start, or read from the folders in --features, which `neuclip-ds embed` wrote. The page sends no images or texts to
+other machines, and by default, only this machine can open it. docs/how-to/explore.md describes the page.
 
 Examples:
   neuclip-ds explore runs/demo --images demo:val
@@ -194,7 +194,10 @@ def open_images(
 
 
 def _is_image_folder(path: Path) -> bool:
-    """Return whether a path is a folder of images, that is, neither a manifest nor a folder with tar files."""
+    """Return whether a path is a folder of images, that is, a folder that is not a manifest and has no tar files.
+
+    Raises UserError if the folder cannot be listed.
+    """
     from neuclip_ds.data.listing import files_below
     from neuclip_ds.data.manifest_file import is_manifest
 

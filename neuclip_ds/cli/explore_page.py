@@ -121,7 +121,7 @@ def _text(text: str) -> str:
 
 
 def class_names(text: str) -> list[str]:
-    """Return the distinct names in a text with one name per line or, in a single line, with commas between names."""
+    """Return the distinct names in a text that has one name per line, or is a single line of names between commas."""
     lines = text.strip().splitlines()
     names = lines if len(lines) > 1 else text.split(",")
     stripped = [name.strip() for name in names]
@@ -291,7 +291,7 @@ def _with_policy(app: AsgiApp) -> AsgiApp:
 
 
 def make_server(page: Blocks, host: str) -> uvicorn.Server:
-    """Return a server of the page, which runs until a signal stops the program."""
+    """Return a server for the page; the server runs until a signal stops the program."""
     import uvicorn
 
     return uvicorn.Server(uvicorn.Config(make_app(page, host), log_level="warning", timeout_graceful_shutdown=1))

@@ -6,9 +6,9 @@ Examples:
   neuclip-ds export runs/tuned --blend 0.5 --out exported/blend
   neuclip-ds export --soup runs/tuned runs/tuned_low_lr --out exported/soup
 
-A blend averages a run's weights with the weights that it was fine-tuned from, and often keeps most abilities of both. A
-soup is the mean of runs that were fine-tuned from the same checkpoint. docs/tutorials/fine_tuning.md shows how to
-choose a blend.
+A blend averages a run's weights with the weights that it was fine-tuned from, and often keeps most abilities of both
+models. A soup averages the weights of several runs that were fine-tuned from the same checkpoint.
+docs/tutorials/fine_tuning.md shows how to choose a blend.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to write to; must be absent or empty")
     parser.add_argument("--best", action="store_true", help="export the run's best checkpoint (run.best_metric)")
     parser.add_argument("--ema", action="store_true", help="export the moving average of the weights (ema.decay)")
-    blend_help = "weight of the run's final weights; 0 exports the initial weights, and 1 exports the final weights"
+    blend_help = "share of the run's final weights in a blend with its initial weights, from 0 (initial) to 1 (final)"
     parser.add_argument("--blend", type=fraction, metavar="FRACTION", default=1.0, help=blend_help)
     parser.add_argument("--license", help="license for the model card, as the hub names it, such as apache-2.0")
     options = parser.parse(arguments)

@@ -25,7 +25,7 @@ _MANY_NEAR = 0.5  # share of near-duplicates above which a warning is printed
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds filter", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, help="parquet files, or folders of them")
-    parser.add_argument("--out", type=Path, required=True, help=".npy file of sorted uids to write")
+    parser.add_argument("--out", type=Path, required=True, help=".npy file to write, with the sorted uids")
     parser.add_argument("--column", default="similarity", help="column with the numbers by which samples are selected")
     parser.add_argument("--min", type=float, help="smallest value to keep")
     parser.add_argument("--max", type=float, help="largest value to keep")
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> None:
     if options.near_duplicates is not None:
         candidates = selected.kept + selected.refined
         dropped = counted(selected.refined, "near-duplicate")
-        print(f"Dropped {dropped} of {candidates:,} samples; {list_path} lists them.")
+        print(f"Dropped {dropped} among {candidates:,} samples; {list_path} lists them.")
         if selected.refined > _MANY_NEAR * candidates:
             print(
                 f"warning: {selected.refined / candidates:.0%} of the samples were dropped as near-duplicates. A model "

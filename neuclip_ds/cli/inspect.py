@@ -45,7 +45,10 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def write_inspection(options: argparse.Namespace, config: Config) -> None:
-    """Print a summary of the data, and write a page with samples; raise UserError if an input cannot be opened."""
+    """Print a summary of the data, and write a page with samples.
+
+    Raises UserError if the data or tokenizer cannot be opened, no sample can be used, or the page cannot be written.
+    """
     from neuclip_ds.data.inspection import caption_lengths, inspect_pairs, pair_warnings, size_warnings
     from neuclip_ds.data.open_data import iter_captions, open_cache
     from neuclip_ds.data.training_data import new_tokenizer
@@ -106,10 +109,13 @@ def describe(inspection: "Inspection", lengths: "CaptionLengths", manifest: "Man
     yield "unusable", unusable or "none"
     shorter = inspection.sides.min(axis=1)
     low, middle, high = np.percentile(shorter, [5, 50, 95]).round().astype(int)
-    yield "image size", f"shorter side {low} to {high} px (5% to 95%), median {middle}, smallest {shorter.min()}"
+    yield (
+        "image size",
+        f"shorter side {low} to {high} px (5th to 95th percentile), median {middle}, smallest {shorter.min()}",
+    )
     yield "repeated images", f"{inspection.repeated_images:,} of {len(inspection.sides):,} equal an earlier one"
     count = len(inspection.captions)
     low, middle, high = np.percentile(lengths.tokens, [5, 50, 95]).round().astype(int)
-    yield "captions", f"{count:,}, {low} to {high} tokens without padding (5% to 95%), median {middle}"
+    yield "captions", f"{count:,}, {low} to {high} tokens without padding (5th to 95th percentile), median {middle}"
     yield "truncated", f"{lengths.truncated_share:.1%} of captions are cut off after {lengths.context} tokens"
     yield "repeated captions", f"{repeated_captions(inspection.captions):,} of {count:,} equal an earlier one"

@@ -1,4 +1,4 @@
-"""Pack image-caption pairs into training shards: a table (CSV, TSV, JSON lines or parquet), or a folder of images.
+"""Pack image-caption pairs from a table (CSV, TSV, JSON lines or parquet) or a folder of images into training shards.
 
 Examples:
   neuclip-ds pack pairs.csv /data/mine
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> None:
     shards = math.ceil(packed.pairs / options.shard_size)
     used = packed.rows - packed.causes.total()
     samples = f"{counted(packed.pairs, 'sample')} in {counted(shards, 'shard')}"
-    print(f"{options.out}: {used:,} of {packed.rows:,} rows as {samples}.")
+    print(f"{options.out}: packed {used:,} of {packed.rows:,} rows into {samples}.")
     if packed.causes:
         causes = ", ".join(f"{cause}: {count:,}" for cause, count in packed.causes.most_common())
         unused = counted(packed.causes.total(), "row")

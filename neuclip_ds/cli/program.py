@@ -40,7 +40,7 @@ def exit_on_mistake() -> Iterator[None]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that accepts dashes or underscores in option names, raises `UserError`, and shows defaults."""
+    """Argument parser that accepts dashes or underscores in options and raises `UserError`; --help shows defaults."""
 
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, formatter_class=_Formatter, **options)
@@ -63,7 +63,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def fraction(text: str) -> float:
-    """Parse an option's number from 0 to 1."""
+    """Parse a number from 0 to 1 on the command line; raise `ArgumentTypeError` for any other text."""
     with suppress(ValueError):
         number = float(text)
         if 0 <= number <= 1:
@@ -72,12 +72,12 @@ def fraction(text: str) -> float:
 
 
 def positive_integer(text: str) -> int:
-    """Parse an option's positive integer."""
+    """Parse a positive integer on the command line; raise `ArgumentTypeError` for any other text."""
     with suppress(ValueError):
         number = int(text)
         if number >= 1:
             return number
-    raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):

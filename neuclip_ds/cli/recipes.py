@@ -1,4 +1,4 @@
-"""List the recipes of `neuclip-ds train`, each with a description of the model that it trains.
+"""List the recipes of `neuclip-ds train`, each with a short description.
 
 Examples:
   neuclip-ds recipes

@@ -38,7 +38,7 @@ class Augmented:
 
     @property
     def image_size(self) -> int:
-        """Side length in pixels."""
+        """Side length of the result in pixels."""
         return self.transform.image_size
 
     def __call__(self, data: bytes, seed: int = 0) -> Tensor:
@@ -58,7 +58,7 @@ def augmented(transform: ImageTransform, config: AugmentConfig, mean: Channels) 
         mean: mean per channel, in [0, 1]; a policy fills the areas that it uncovers with this color.
 
     Raises:
-        UserError: timm has no such policy.
+        UserError: timm does not support the policy `auto_augment`.
     """
     augmentations: list[Augment] = []
     if config.auto_augment is not None:
@@ -90,7 +90,7 @@ def _policy(name: str, image_size: int, mean: Channels) -> Augment:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed the global random states of torch's CPU generator, numpy and Python within the block."""
+    """Seed the global random states of torch's CPU generator, numpy and Python, and restore them after the block."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     try:

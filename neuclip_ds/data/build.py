@@ -57,8 +57,8 @@ def build_manifest(
     """Build an in-memory manifest of the tar files at `paths`, in the given order.
 
     By default, there is about one worker process per 16 shards, up to one per CPU. With `processes=1`, the default for
-    fewer than 16 shards, this process scans the shards. Raises UserError if a shard cannot be read, or if no sample has
-    both an image and a caption.
+    fewer than 16 shards, this process scans the shards. Raises UserError if a shard or a uid file cannot be read, if no
+    sample has both an image and a caption, or if a worker process ends early.
     """
     processes = processes or min(os.cpu_count() or 1, 1 + len(paths) // _SHARDS_PER_PROCESS)
     with process_pool(processes) if processes > 1 else nullcontext() as pool:
@@ -157,7 +157,7 @@ def write_manifest(
     skip_unreadable: bool = False,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Manifest:
-    """Build a manifest in `folder`, or resume an interrupted build; raise UserError if an input cannot be used.
+    """Build a manifest in `folder`, or resume an interrupted build, and return the manifest.
 
     Args:
         folder: the folder for the manifest; it must not contain a manifest yet.
@@ -166,6 +166,10 @@ def write_manifest(
         options: the options of the scan; if they include uids or checksums, the manifest has sample tables.
         skip_unreadable: whether to omit unusable shards, and list them in FOLDER/unreadable_shards.jsonl.
         on_progress: called with (shards done, total shards); shards scanned by an interrupted build count as done.
+
+    Raises:
+        UserError: `folder` contains a manifest or cannot be written, the options conflict, a uid file or (without
+            `skip_unreadable`) a shard cannot be used, or no sample has both an image and a caption.
     """
     if is_manifest(folder):
         raise UserError(f"{folder} already contains a manifest; delete the folder, or choose a different one.")
@@ -238,7 +242,9 @@ def scan_shards(
     executor: Executor,
     on_progress: OnProgress,
 ) -> Scans:
-    """Scan shards; return the scans, and a reason for each shard that cannot be used, both in the order of `sizes`.
+    """Scan the shards that an interrupted scan has not finished, and return all results in the order of `sizes`.
+
+    The results are the scans, and the reason for each shard that cannot be used.
 
     Args:
         results: the folder for the results of finished groups.

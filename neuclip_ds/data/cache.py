@@ -124,7 +124,10 @@ class ShardCache:
         return self._shard(url)
 
     def open(self, url: str, expected_bytes: int, expected_crc32: int | None = None) -> FileIO:
-        """Open a shard's local copy, which is fetched if necessary; the open file stays readable after an eviction."""
+        """Open a shard's local copy, which is fetched if necessary; the open file stays readable after an eviction.
+
+        Raises the same errors as `path`, or OSError if the copy cannot be opened.
+        """
         while True:
             with suppress(FileNotFoundError):  # evicted before it was opened
                 return FileIO(self.path(url, expected_bytes, expected_crc32))
@@ -208,7 +211,7 @@ class ShardCache:
         self._shard(url).unlink(missing_ok=True)
 
     def arrived(self) -> int:
-        """Return the bytes on disk of complete and partial shards; they change while a shard is being fetched."""
+        """Return how many bytes complete and partial shards take on disk; this number changes during a fetch."""
         folders = [self._folder / "shards", *(self._folder / "fetching").iterdir()]
         total = 0
         for folder in folders:
@@ -252,7 +255,7 @@ class ShardCache:
         return _POLL
 
     def _pause_after(self, failure: AttemptFailed, retries: Retries) -> float:
-        """Return how many seconds to wait after a failed attempt; record repeated failures for the whole node.
+        """Return how many seconds to wait after a failed attempt; record permanent and repeated failures for the node.
 
         Raises the same errors as `Retries.pause_after`.
         """

@@ -72,7 +72,7 @@ def process_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
     functions that are defined there.
 
     Raises:
-        UserError: one of the processes was killed or exited.
+        UserError: one of the processes was killed or exited before the block ended.
     """
     context = _ProcessStarter()
     pool = ProcessPoolExecutor(processes, context, initializer=end_with_parent, initargs=(os.getpid(),))

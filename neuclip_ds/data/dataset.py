@@ -42,9 +42,10 @@ class BadSample:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """A batch of b rows. An invalid row has an all-zero image and an empty caption; a row with index -1 is padding.
+    """A batch of b rows, some of which may be invalid: rows of unusable samples, and padding rows (index -1).
 
-    Stored outputs of a frozen trunk replace the batch's images or captions; they are zero in invalid rows.
+    An invalid row has an all-zero image and an empty caption. If outputs of a frozen trunk are stored, they replace the
+    images or captions; they are zero in invalid rows.
     """
 
     image: Tensor  # uint8 (b, 3, H, W), or floating-point (b, width) if the outputs of the image trunk are stored
@@ -128,7 +129,7 @@ class PairDataset:
     features of the drawn caption, and of the drawn crop if a table has random crops. With such a table, `random_crops`
     is the number N of crops, and epoch e augments images as epoch e mod N does; otherwise, `random_crops` is 0. The
     tables `image_features` and `text_features` replace the images and the captions, which are then not decoded or
-    tokenized. With both of these tables, no shard is read, unless the caption sources have weights.
+    tokenized. With both of these tables, no samples are read from shards, unless the caption sources have weights.
     """
 
     def __init__(
@@ -162,8 +163,8 @@ class PairDataset:
     def batch(self, items: Sequence[tuple[int, int]]) -> Batch:
         """Return a batch with one row per (epoch, index) pair; an index of -1 gives a padding row.
 
-        Raises UserError if a shard differs from its description in the manifest or cannot be fetched, or if a table has
-        changed or lacks captions.
+        Raises UserError if a shard differs from its description in the manifest or cannot be fetched, if a table has
+        changed or lacks captions, or if a limit of this machine prevents a read.
         """
         # the random numbers of each row: the seed of its augmentation, and the number that draws its caption
         epochs, indices = np.array(items, dtype=np.int64).reshape(-1, 2).T

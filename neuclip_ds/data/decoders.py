@@ -206,7 +206,7 @@ def read_header(data: bytes) -> Image.Image:
 
 
 def decode_header(image: Image.Image, min_side: int | None) -> Decoded:
-    """Decode an image that `read_header` has opened; this is the second half of `decode_pil`."""
+    """Decode an image that `read_header` has opened, as `decode_pil` does; raise DecodeError if that fails."""
     full_size = image.size
     try:
         if min_side is not None:

@@ -69,7 +69,7 @@ class PairPlan:
     scene: Scene
     template: int  # index into TEMPLATES
     original: int | None  # index of the pair that this one nearly duplicates
-    rng: Random  # makes all further choices
+    rng: Random  # for all further choices
 
 
 def _arc(radius: float, points: int = 40) -> tuple[Point, ...]:
@@ -224,7 +224,7 @@ def demo_split(source: str, cache: Path) -> Path:
 
 
 def _progress_log() -> Callable[[int, int], None]:
-    """Return a function that logs (images done, total images), at most every few seconds."""
+    """Return a function that logs (images done, total images), at most once every 2 seconds."""
     next_line = time.monotonic() + _PROGRESS_INTERVAL
 
     def on_progress(done: int, total: int) -> None:

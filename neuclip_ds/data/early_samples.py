@@ -44,7 +44,8 @@ class _Claim(NamedTuple):
 class EarlySamples:
     """The shards that the prefetching process fetches in pieces.
 
-    If a piece cannot be fetched, the shard is abandoned, and is then fetched as a whole, which handles the error.
+    If a piece cannot be fetched, the shard is abandoned and then fetched as a whole; a persistent error is reported by
+    that second fetch.
 
     Args:
         cache: the node's cache.
@@ -87,7 +88,7 @@ class EarlySamples:
         """Start to fetch the samples of batches `first` ... `end` - 1 that are in begun shards.
 
         Batches for which this method has been called before are skipped. If `in_turn`, wait for the samples of each
-        batch, so that nothing else takes bandwidth from them.
+        batch before requesting anything else, so that they get the whole bandwidth.
         """
         for number in range(max(first, self._requested_end), end):
             claims_of_servers: dict[str, list[_Claim]] = defaultdict(list)

@@ -60,7 +60,7 @@ def part_name(shard: int) -> str:
 
 
 def job_hash(embedding: Mapping[str, Any]) -> str:
-    """Return a hash (32 hex digits) of the model and options in EMBEDDING, which all parts of a job have in common."""
+    """Return a hash (32 hex digits) of the model and options in EMBEDDING; all parts of a job contain this hash."""
     of_job = {name: value for name, value in embedding.items() if name not in _NOT_OF_JOB}
     return hashlib.sha256(json.dumps(of_job, sort_keys=True).encode()).hexdigest()[:32]
 

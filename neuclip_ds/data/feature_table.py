@@ -82,8 +82,8 @@ class FeatureTable:
         dtype: dtype of the features.
         cached_bytes: (n_shards,) bytes that each shard's feature file takes in the cache; 0 for local files.
 
-    Raises UserError if the features belong to other data, to shards in a different order or to other captions, or if
-    any shard in use has no features.
+    Raises UserError if the features belong to other data, to shards in a different order or to other captions, if any
+    shard in use has no features, or if the folder is remote and there is no `cache`.
     """
 
     def __init__(
@@ -139,10 +139,11 @@ class FeatureTable:
                 `Captions.all_captions`; by default, the first encoded caption.
 
         Returns:
-            The features (b, d), which are zero in rows without features, and a mapping from these rows to the reasons.
+            The features (b, d), which are zero in rows without usable features, and the reason for each of these rows.
 
         Raises:
-            UserError: the folder has changed, or lacks a caption because only one caption of each sample was encoded.
+            UserError: a file has changed, is damaged or cannot be fetched, or a caption is not stored because only one
+                caption of each sample was encoded.
             IndexError: an index is not in the dataset, or a crop is not stored.
         """
         indices = index.numpy()
@@ -197,7 +198,7 @@ class FeatureTable:
             stored captions.
 
         Raises:
-            UserError: the folder has changed.
+            UserError: a file has changed, is damaged or cannot be fetched.
         """
         indices = index.numpy()
         drawn = np.zeros(len(indices), dtype=np.int64)
@@ -252,14 +253,17 @@ class FeatureTable:
             return self._part(shard)  # retry once: network file systems have short outages
 
     def _part(self, shard: int) -> FeaturePart:
-        """Return a shard's features; raise UserError if a program such as `cp` has changed the mapped file."""
+        """Return a shard's features; raise the errors of `_open`, or UserError if the mapped file has been modified.
+
+        `cp`, for example, modifies an existing file in place.
+        """
         opened = self._opened(shard)
         if self._is_local and _version(Path(self.file_of(shard)).stat()) != opened.version:
             raise UserError(f"{self.file_of(shard)} has changed since it was opened: {_AGAIN} with a new --out.")
         return opened.part
 
     def _open(self, shard: int) -> "_OpenPart":
-        """Map a shard's file; raise OSError if that fails, or UserError if it has changed since the run started."""
+        """Map a shard's file; raise OSError if it cannot be read, or UserError if it is damaged or was replaced."""
         try:
             return self._map(shard)
         except UserError:

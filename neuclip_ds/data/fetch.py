@@ -129,10 +129,11 @@ class Retries:
 
 
 def attempt(url: str, folder: Path, timeout: float, size: int | None = None, crc32: int | None = None) -> Path:
-    """Try once to fetch a shard into a new file in `folder`; the caller must remove the file if the attempt fails.
+    """Try once to fetch a shard into a new file in `folder`, and return the path of the file.
 
-    Raises AttemptFailed if the transfer fails, no data arrives for `timeout` seconds, or the file does not have the
-    expected size or checksum (None: not checked).
+    Raises AttemptFailed if the transfer fails, no data arrives for `timeout` seconds (60 s more for importing the
+    backend), or the file does not have the expected size or checksum (None: not checked). The caller must then remove
+    the file.
     """
     part = folder / uuid4().hex
     errors: list[BaseException] = []
@@ -189,7 +190,7 @@ def open_remote(url: str, timeout: float, connections: int = 1) -> tuple[Any, st
 
 
 def explain(failure: BaseException) -> AttemptFailed:
-    """Classify an error from a storage backend."""
+    """Return an `AttemptFailed` that describes and classifies an error from a storage backend."""
     text = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300].rstrip('.')}"
     if fix := fix_of_limit(failure):
         return AttemptFailed(f"{text}; {fix}", "limit")

@@ -2,13 +2,13 @@
 
 With `data.decoder=simplejpeg`, the default of a run, simplejpeg decodes JPEGs to tensors, which PyTorch resizes several
 times as fast as PIL does, with the same kernel; pixels differ only by rounding. PIL then decodes other formats and the
-JPEGs that simplejpeg rejects. Both decoders can scale a large JPEG down to 1/2, 1/4 or 1/8 in the DCT domain, which is
-much faster but changes pixels slightly.
+JPEGs that simplejpeg rejects. For random crops, both decoders scale large JPEGs down to 1/2, 1/4 or 1/8 in the DCT
+domain; this is much faster, but changes pixels slightly.
 
 The geometry matches open_clip's, with antialiased interpolation. Training takes a random resized crop with bicubic
 interpolation, or the same image as evaluation if `data.crop_scale` is 1. Evaluation takes the center of the resized
 image, or squashes the whole image to a square for models that were trained that way, with the model's interpolation.
-The augmentation depends only on `seed`, a hash of (data seed, epoch, index).
+The augmentation depends only on `seed`, a hash of (`run.seed`, epoch, index).
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class ImageTransform(Protocol):
 
     @property
     def image_size(self) -> int:
-        """Side length in pixels."""
+        """Side length of the result in pixels."""
 
     def __call__(self, data: bytes, seed: int = 0) -> Tensor:
         """Transform an image; random changes depend only on the seed."""

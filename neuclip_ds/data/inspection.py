@@ -53,16 +53,20 @@ class Inspection:
     sides: NDArray[np.int64]  # (m, 2) width and height in pixels of the usable samples' images
     captions: Sequence[str]  # all captions of the usable samples
     repeated_images: int  # images with the same bytes as an earlier one
-    unusable: Counter[str]  # samples that training would skip, by cause
+    unusable: Counter[str]  # samples found to be unusable, which training would skip, by cause
     examples: Sequence[ExamplePair]
 
 
 def inspect_pairs(
     manifest: Manifest, limit: int, examples: int, captions: CaptionSources = ("txt",), cache: ShardCache | None = None
 ) -> Inspection:
-    """Read up to `limit` samples, chosen by `evenly_spaced_indices`, and keep up to `examples` of them as examples.
+    """Return statistics of up to `limit` samples, with up to `examples` of their pairs.
 
-    Raises UserError if a shard differs from its description in the manifest.
+    `evenly_spaced_indices` chooses the samples. Only the headers of images are decoded, so an image with damaged pixel
+    data counts as usable.
+
+    Raises UserError if a shard differs from its description in the manifest or cannot be fetched, if there are remote
+    shards but no `cache`, or if a limit of this machine prevents a read.
     """
     sources = Captions(captions)
     reader = SampleReader(manifest, sources.extensions, cache)

@@ -1,8 +1,9 @@
 """Choose how many streams of shards to interleave: few enough for the nodes' caches, but enough to mix samples well.
 
 A batch takes the same number of samples from each of S streams. Each stream is shuffled in blocks, so S blocks are in
-use at a time; together, they form a window of S x block samples. The nodes' caches together must have room for all
-shards in the window. A window of 8 million samples of 45 kB each needs 400 GB of cache in total.
+use at a time; together, they form a window of S x block samples. If shards are remote, the nodes' caches together must
+have room for all shards in the window. A window of 8 million samples of 45 kB each needs about 400 GB of cache in total
+(calculated).
 """
 
 import math
@@ -46,13 +47,13 @@ def choose_interleave(
     Args:
         shards: the number of shards, which limits the number of streams.
         batch_size: the global batch size.
-        nodes: the number of nodes.
+        nodes: the number of nodes (default: 1).
         cache_bytes: the size of a node's cache in bytes; None if all shards are read in place.
         resident_bytes: a function of the interleave and the number of nodes; it returns the total bytes of the shards
             that a node needs at any one time (see `GlobalOrder.resident_bytes`).
 
     Raises:
-        UserError: `streams` does not divide the batch size, or no interleave fits in the cache.
+        UserError: `streams` is not a positive divisor of the batch size, or no interleave fits in the cache.
     """
     if streams is not None and (streams < 1 or batch_size % streams):
         raise UserError(f"data.shard_streams={streams} does not divide data.batch_size={batch_size}; choose a divisor.")

@@ -1,7 +1,6 @@
-"""List the files that a user names by a folder or a glob, without losing any of them silently.
+"""List the files in a folder or those that match a glob; raise an error for folders that cannot be listed.
 
-Symlinked folders are followed, hidden files and folders are skipped, and a folder that cannot be listed is an error,
-whereas `pathlib` and `glob` ignore the files in it.
+`pathlib` and `glob` silently ignore such folders. Symlinked folders are followed; hidden files and folders are skipped.
 """
 
 import errno
@@ -17,7 +16,7 @@ _NOT_DATA = ("__MACOSX", "lost+found")  # folders that archivers and file system
 
 
 def is_visible(name: str) -> bool:
-    """Return whether a file or folder may contain data; hidden ones, such as `._0.tar`, may not."""
+    """Return whether a file or folder with this name may contain data, unlike `._0.tar` and `__MACOSX`."""
     return not name.startswith(".") and name not in _NOT_DATA
 
 
@@ -53,15 +52,15 @@ def files_below(folder: Path, extensions: Collection[str]) -> list[Path]:
 def matching_files(pattern: str) -> list[str]:
     """Return the sorted paths that match a glob, in which `**` stands for folders at any depth.
 
-    Raises OSError if a folder that the pattern matches cannot be listed.
+    Raises OSError if a folder in which the pattern looks for files or folders cannot be listed.
     """
-    parent = os.path.dirname(pattern)  # noqa: PTH120 - a pattern, not a path
-    while glob.has_magic(parent):
-        for folder in glob.iglob(f"{parent}/", recursive=True):  # noqa: PTH207 - absolute
+    folders = pattern
+    while glob.has_magic(folders):  # from the deepest folders up to the one that contains the first wildcard
+        folders = os.path.dirname(folders)  # noqa: PTH120 - a pattern, not a path
+        for folder in glob.iglob(f"{folders}/", recursive=True):  # noqa: PTH207 - absolute
             is_data = is_visible(Path(folder).name)
             if is_data and not os.access(folder, os.R_OK | os.X_OK, effective_ids=True):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)
-        parent = os.path.dirname(parent)  # noqa: PTH120
     return sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207 - absolute
 
 

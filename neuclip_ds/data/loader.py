@@ -27,7 +27,7 @@ from neuclip_ds.errors import UserError
 
 PART_BYTES = 1 << 27  # maximum pixel bytes per part; torch would round pinned blocks up to a power of two anyway
 
-Items = list[tuple[int, int]]  # (epoch of the data source, global index) of each row of a rank's batch
+Items = list[tuple[int, int]]  # (epoch of the row's data source, global index) of each row of a job
 T = TypeVar("T")
 R = TypeVar("R")
 

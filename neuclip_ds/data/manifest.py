@@ -32,7 +32,7 @@ class Shard:
     n_bad: int = 0  # number of samples known to lack an image or a caption
     crc32: int | None = None  # checksum of the file; None if it was not computed
     selection: int | None = None  # checksum of the listed samples' positions in the tar; None if all are listed
-    layout: int | None = None  # checksum of all samples' names, offsets and sizes; None if they were not read
+    layout: int | None = None  # checksum of all samples' keys, offsets and sizes; None if they were not read
 
 
 SHARD_FIELDS = tuple(field.name for field in fields(Shard))
@@ -158,8 +158,8 @@ def from_shards(shards: Sequence[Shard]) -> Manifest:
 def join(manifests: Sequence[Manifest]) -> Manifest:
     """Join manifests, numbering their samples consecutively.
 
-    The result has sample tables if all manifests have them. Raises UserError if one of them lacks tables although
-    another one selects samples by uid.
+    The result has sample tables if all manifests have them. Raises UserError if one manifest selects samples by uid
+    and another one has no sample tables.
     """
     shards: list[Shard] = []
     for manifest in manifests:

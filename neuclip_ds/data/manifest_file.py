@@ -126,10 +126,12 @@ def write_shards(manifest: Manifest, folder: Path, locations: Sequence[TableLoca
 
 
 def load_manifest(folder: str | os.PathLike[str]) -> Manifest:
-    """Read a manifest folder, and check the sizes of its first and largest shards if they are local.
+    """Read a manifest folder, and check the file sizes of two shards: the first, and the one with the most samples.
+
+    A remote shard is not checked.
 
     Raises:
-        UserError: the folder is not a valid manifest, or one of these shards is missing or has a different size.
+        UserError: the folder is not a valid manifest, or one of the two shards is missing or has a different size.
     """
     folder = Path(folder)
     if not is_manifest(folder):

@@ -64,7 +64,10 @@ class MixtureOrder:
         return self.batch_size
 
     def batch(self, epoch: int, step: int, rows: slice = slice(None)) -> NDArray[np.int64]:
-        """Return the global indices of the given rows of a step's batch (by default, all B rows)."""
+        """Return the global indices of the given rows of a step's batch (by default, all B rows).
+
+        Raises IndexError if the step is outside the epoch.
+        """
         _, indices = self.epochs_and_indices(epoch, step, rows)
         return indices
 

@@ -25,12 +25,15 @@ from neuclip_ds.files import private_folder
 log = logging.getLogger(__name__)
 
 CACHE = Path(".cache")
-CHECKED_SAMPLES = 50  # samples that are read to find unused caption sources
+CHECKED_SAMPLES = 50  # maximum number of samples that are read to find unused caption sources
 _SHARDS_FOR_CAPTIONS = 100
 
 
 def resolve(source: str) -> str:
-    """Return the path of a source; if it is a demo split that does not exist yet, render the split first."""
+    """Return the path of a source; if it is a demo split that does not exist yet, render the split first.
+
+    Raises UserError if there is no demo split of this name, or if it cannot be rendered.
+    """
     if not source.startswith("demo:"):
         return source
     from neuclip_ds.data.demo import demo_split  # imports the renderer, which only demo runs need
@@ -74,7 +77,10 @@ def _missing_shards(manifest: Manifest) -> str | None:
 
 
 def loader_options(data: DataConfig, communicator: Communicator, *manifests: Manifest) -> LoaderOptions:
-    """Return the options of a loader that reads these manifests, with a shard cache if any shard is remote."""
+    """Return the options of a loader that reads these manifests, with a shard cache if any shard is remote.
+
+    Raises the same errors as `open_cache`.
+    """
     cache = open_cache(data) if any(map(needs_cache, manifests)) else None
     return LoaderOptions(
         workers=data.workers,
@@ -121,7 +127,8 @@ def iter_captions(
 ) -> Iterator[str]:
     """Yield all captions of up to `limit` samples, evenly spaced within at most 100 evenly spaced shards.
 
-    The same manifest always yields the same captions, unless a shard cannot be read (a warning is logged).
+    The same arguments always yield the same captions, except that captions that cannot be read are omitted (a warning
+    is logged). Raises UserError in the same cases as `Captions`, `TarReader` and `TarReader.read`.
     """
     sources = Captions(captions)
     for texts in _iter_texts(manifest, limit, sources, cache, _SHARDS_FOR_CAPTIONS):
@@ -129,23 +136,29 @@ def iter_captions(
 
 
 def unused_sources(manifest: Manifest, captions: CaptionSources, cache: ShardCache | None = None) -> list[str]:
-    """Return the caption sources that all checked samples lack; a single source is not checked.
+    """Return the caption sources without a caption in any checked sample; a single source is not checked.
 
-    At most one remote shard is read.
+    The samples come from up to 50 shards or, if there is a `cache`, from only one shard, because it may be remote.
+    Raises UserError in the same cases as `iter_captions`.
     """
     if len(captions) < 2:
         return []
     unused = {name: Captions([name]) for name in captions}
     most_shards = 1 if cache else CHECKED_SAMPLES
+    has_read = False  # unreadable samples do not show that a source is unused
     for texts in _iter_texts(manifest, CHECKED_SAMPLES, Captions(captions), cache, most_shards):
+        has_read = True
         unused = {name: source for name, source in unused.items() if not source.all_captions(texts)}
-    return list(unused)
+    return list(unused) if has_read else []
 
 
 def _iter_texts(
     manifest: Manifest, limit: int, captions: Captions, cache: ShardCache | None, most_shards: int
 ) -> Iterator[Mapping[str, bytes]]:
-    """Yield the caption files (tar members) of the samples that `evenly_spaced_indices` returns."""
+    """Yield the caption files (tar members) of the samples that `evenly_spaced_indices` returns.
+
+    Samples that cannot be read are skipped, with one warning per shard.
+    """
     reader = TarReader(manifest, captions.extensions, cache)
     indices = evenly_spaced_indices(manifest, limit, most_shards)
     unreadable: set[int] = set()
@@ -157,7 +170,7 @@ def _iter_texts(
             if shard not in unreadable:
                 path = manifest.shards[shard].path
                 log.warning(
-                    "shard %s cannot be read (%s), so its captions are not sampled; check the storage",
+                    "captions in shard %s cannot be read (%s) and are omitted from the sample; check the storage",
                     path,
                     error,
                 )

@@ -128,7 +128,10 @@ class GlobalOrder:
     def epochs_and_indices(
         self, epoch: int, step: int, rows: slice = slice(None)
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the epoch of each row (used to seed the augmentation) and the result of `batch`."""
+        """Return the epoch of each row (used to seed the augmentation) and the result of `batch`.
+
+        Raises IndexError if the step is outside the epoch.
+        """
         indices = self.batch(epoch, step, rows)
         return np.full(len(indices), epoch), indices
 
@@ -212,7 +215,7 @@ class GlobalOrder:
         return np.maximum(begin, 0), np.minimum(begin + self.interleave.block, self.stream_lengths[stream])
 
     def _slots(self, permutation: _ShardPermutation, position: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return, for each position, the index in the permuted order of the shard that contains it."""
+        """Return, for each position, which shard contains it, as an index into the permuted order."""
         return np.searchsorted(permutation.positions, position, side="right") - 1
 
     def _permutation(self, epoch: int) -> _ShardPermutation:

@@ -184,7 +184,7 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def _shown(text: str) -> str:
-    """Return a text for a report, without secrets and shortened to 200 characters; it may contain an image."""
+    """Return a text for broken.jsonl, without secrets and cut after 200 characters: it may be a whole image."""
     shown = redact(text)
     return shown if len(shown) <= _MAX_CHARACTERS else f"{shown[:_MAX_CHARACTERS]}..."
 
@@ -237,7 +237,10 @@ def _group_rows(table: PairTable, image: str, columns: Sequence[str]) -> Iterato
 
 
 def _captions(columns: Columns, rows: Collection[Row]) -> dict[str, list[str]]:
-    """Return the captions of all rows with an image, keyed by member; if there are several rows, omit duplicates."""
+    """Return the captions of one image's rows, keyed by member.
+
+    If there are several rows, duplicate captions are omitted, and runs of whitespace become single spaces.
+    """
     by_member = {}
     for member, column in columns.captions.items():
         captions_of_rows = [captions_of(row.cells[column]) for row in rows]

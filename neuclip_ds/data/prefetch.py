@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 _POLL = 0.1  # seconds between reads of the step
 _EARLY_BATCHES = 2  # number of batches whose samples are fetched before the rest of their shards
-_LONGEST_BEGIN = 10.0  # maximum seconds that a run waits until its first shards have been begun
+_LONGEST_BEGIN = 10.0  # maximum seconds that a run waits until the process has begun the first shards
 
 
 class ShardRequest(NamedTuple):
@@ -179,7 +179,7 @@ class Prefetcher(ForkProcess):
     fetched at most `ahead` batches ahead, and only for batches before `end`; local shards are skipped. A shard's stored
     features in the remote `tables` are fetched before it, because all of its samples need the same file; with
     `reads_shards` false, only the features are fetched. With `early_samples`, the samples of the next two batches are
-    fetched before the rest of their shards. Begin the `with` block before the readers start: a reader that finds
+    fetched before the rest of their shards. Enter the `with` block before the readers start: a reader that finds
     neither a shard nor its first pieces fetches the whole shard itself.
     """
 

@@ -27,7 +27,7 @@ class RemoteFile:
 
 
 class RangesIgnored(OSError):
-    """Raised if a server answers a request for a range with a different number of bytes."""
+    """Raised if a server ignores ranges, or answers a request for a range with a different number of bytes."""
 
 
 class RangeReader:
@@ -36,8 +36,9 @@ class RangeReader:
     Only backends that fsspec implements asynchronously (such as S3, GCS, Azure and HTTP) are used, because the others
     read ahead, and thus fetch many more bytes than requested.
 
-    HTTP servers may ignore ranges and send the whole file. The first request to each server is therefore for one byte;
-    if the server ignores that range or a later one, one warning is logged, and no more ranges are requested from it.
+    HTTP servers may ignore ranges and send the whole file. The first request to each HTTP server is therefore for one
+    byte. If a server ignores that range or a later one, one warning is logged, and no more ranges are requested from
+    the server.
     """
 
     def __init__(self, timeout: float) -> None:

@@ -139,7 +139,10 @@ def write_part(path: Path, tables: Iterable[SampleTable]) -> None:
 
 
 def _schema(members: Sequence[str]) -> pa.Schema:
-    """Return the schema: keys, ordinals, extents, and checksums, which are null if they were not computed."""
+    """Return the schema of a sample table, without its uids: keys, ordinals, extents, and checksums.
+
+    Checksums are null if they were not computed.
+    """
     columns: list[tuple[str, pa.DataType]] = [("key", pa.binary()), ("ordinal", pa.int32())]
     for member in members:
         columns.append((f"{member}{_OFFSET}", pa.int64()))
@@ -164,7 +167,10 @@ class SampleTables:
 
     @classmethod
     def open(cls, locations: Sequence[TableLocation], sizes: Sequence[int]) -> SampleTables:
-        """Open tables, reading only file footers; raise UserError if a table is missing or has the wrong row count."""
+        """Open tables, reading only file footers.
+
+        Raises UserError if a file cannot be read, or if a table is missing or has the wrong row count.
+        """
         rows_of_groups: dict[Path, list[int]] = {}  # by file
         members: list[set[str]] = []  # members that the tables in each file list
         for path in dict.fromkeys(location.file for location in locations):
@@ -214,7 +220,10 @@ class SampleTables:
                 yield [column.to_numpy().astype(np.uint64) for column in columns]
 
     def source(self, shard: int) -> tuple[object, ...]:
-        """Return the identity of a shard's table: the file's path, size and modification time, and the row group."""
+        """Return the identity of a shard's table: the file's path, size and modification time, and the row group.
+
+        Raises UserError if the file cannot be accessed.
+        """
         location = self.locations[shard]
         try:
             status = location.file.stat()

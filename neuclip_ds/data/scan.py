@@ -79,7 +79,10 @@ Scans = tuple[list[Scan], dict[str, str]]  # the scans, and the reason for each 
 
 
 def scan_shard(path: str, options: ScanOptions) -> tuple[Scan, SampleTable]:
-    """Scan the tar at `path`, a file or a URL; raise UserError if the tar or a uid file cannot be read."""
+    """Scan the tar at `path` (a file or a URL), and return the scan and the table of the tar's samples.
+
+    Raises UserError if the tar or a uid file cannot be read.
+    """
     try:
         path.encode()
         with local_copy(path) as file:
@@ -228,7 +231,7 @@ def _read(fd: int, table: SampleTable, row: int, member: str) -> bytes:
 
 
 def log_loss(scan: Scan) -> None:
-    """Log a warning if a shard is damaged, has no samples or has bad samples, and one for each of its `causes`."""
+    """Log one warning if a shard is damaged or has no samples or bad samples, and one more for each of its `causes`."""
     shard = scan.shard
     if scan.lost_bytes:
         log.warning(

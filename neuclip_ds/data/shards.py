@@ -29,12 +29,12 @@ def is_local(path: str) -> bool:
 def resolve_shards(source: str) -> list[str]:
     """Return the absolute paths or URLs of the tars that `source` names.
 
-    Raises UserError if `source` names no tar, names a local tar that does not exist, or cannot be looked up.
-
     A source is a tar; a folder, whose visible *.tar files (or, if it has none, those in its subfolders) are sorted by
     name; a glob (`/data/*.tar`); a brace pattern (`/data/{00000..00127}.tar`), whose order is kept and which may
     contain globs; a URL that fsspec supports, with or without globs or braces (`s3://bucket/{00000..00127}.tar`); a
     text file (`shards.txt`) with one source per line; or several sources joined by `::`.
+
+    Raises UserError if `source` names no tar, names a local tar that does not exist, or cannot be looked up.
     """
     try:
         return _resolve(source)

@@ -41,6 +41,7 @@ def count_shards(sizes: Mapping[str, int | None]) -> Scans:
     """Count the samples in shards using their side files; return the scans, and the reason for each shard that failed.
 
     `sizes` maps a shard's path to its size in bytes; if the size is None, it is requested from the storage service.
+    Raises UserError if the address of a folder or its backend is wrong.
     """
     stores = {folder: _store(folder) for folder in {path.rpartition("/")[0] for path in sizes}}  # shared by all threads
     failures: dict[str, str] = {}
@@ -90,11 +91,11 @@ def _samples(stem: str, store: Any) -> int:
             if failure.kind != "missing":
                 raise AttemptFailed(f"{path}: {failure}") from failure
     name = stem.rpartition("/")[2]
-    raise AttemptFailed(f"neither {name}_stats.json nor {name}.parquet, which img2dataset writes, is next to it")
+    raise AttemptFailed(f"neither {name}_stats.json nor {name}.parquet, which img2dataset writes, is next to the tar")
 
 
 def _successes(store: Any, path: str) -> int:
-    """Return the number of pairs that a side file of statistics reports."""
+    """Return the number of pairs that img2dataset's statistics of a shard (JSON) report."""
     data = store.cat_file(path)
     try:
         successes = json.loads(data)["successes"]
@@ -106,7 +107,7 @@ def _successes(store: Any, path: str) -> int:
 
 
 def _successful_rows(store: Any, path: str) -> int:
-    """Return the number of rows with status "success" in a side file of metadata."""
+    """Return the number of rows with status "success" in img2dataset's metadata file of a shard (parquet)."""
     with store.open(path, "rb", block_size=_BLOCK) as file:
         try:
             status = pq.read_table(file, columns=["status"]).column("status")

@@ -48,8 +48,8 @@ def reads_images(tables: Mapping[str, FeatureTable]) -> bool:
 def reads_captions(tables: Mapping[str, FeatureTable], captions: CaptionSources) -> bool:
     """Return whether training reads the captions of samples.
 
-    A weighted draw depends on the number of a sample's captions from each source, but a table contains only their
-    total.
+    If text features are stored, captions are read only if their sources have weights: a weighted draw depends on how
+    many captions a sample has from each source, but a table contains only the total number.
     """
     return TEXT not in tables or isinstance(captions, Mapping)
 

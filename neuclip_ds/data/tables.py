@@ -33,7 +33,8 @@ CAPTION_COLUMNS = ("caption", "text", "title", "captions", "sentence", "sentence
 Quotes = Literal["auto", "on", "off"]
 """Whether quotes enclose cells in CSV and TSV files.
 
-`auto` means `on`, but also refuses a cell that seems to contain other rows.
+`auto` means `on`, but also refuses a cell that seems to contain other rows, unless the file is comma-separated and
+all of its quotes are valid.
 """
 
 _TEXT = ".txt"
@@ -237,7 +238,7 @@ def _open_delimited(paths: list[str], delimiter: str, quotes: Quotes, fix: str) 
 def _find_missing_quote(batch: pa.RecordBatch, delimiter: str) -> str:
     """Describe a cell that seems to contain several rows because of a stray quote; return "" if there is none.
 
-    A cell that contains k more rows has at least k line breaks, and as many delimiters as k rows.
+    A cell that contains k more rows has at least k line breaks, and at least as many delimiters as k rows.
     """
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         cells = column.filter(pc.fill_null(pc.match_substring_regex(column, "[\r\n]"), False))
@@ -325,7 +326,7 @@ def read_image(source: bytes | str) -> bytes:
 
 
 def captions_of(value: Any) -> list[str]:
-    """Return the nonblank captions in a table cell; in a list of captions, line breaks become spaces."""
+    """Return the nonblank captions in a table cell; in a list of captions, runs of whitespace become single spaces."""
     if isinstance(value, list):
         return [" ".join(caption.split()) for caption in value if isinstance(caption, str) and caption.strip()]
     if isinstance(value, str) and value.strip():

@@ -82,7 +82,7 @@ class TrainingData:
         return record
 
     def batches(self, communicator: Communicator, begin: int, steps: int) -> Generator[RankBatch, None, None]:
-        """Yield a rank's batches for `steps` training steps, starting at step `begin`, counted from 0."""
+        """Yield this rank's batches of `steps` training steps; `begin` is the first step, from 0 over all epochs."""
         order = self.order
         epoch, step = divmod(begin, order.steps_per_epoch)
         rank_batch = order.batch_size // communicator.world_size
@@ -256,7 +256,8 @@ def new_tokenizer(text: TextConfig, captions: Iterator[str]) -> CaptionTokenizer
     """Return the tokenizer that the config names or, without one, a BPE trained on the captions.
 
     Such a BPE also replaces CLIP's tokenizer if open_clip, which contains that tokenizer's vocabulary, is not
-    installed. Raises UserError if the named tokenizer cannot be read.
+    installed. Raises UserError if the named tokenizer cannot be used, or if no BPE can be trained: no caption contains
+    text, or `model.text.vocab_size` is too small.
     """
     if text.tokenizer not in (None, CLIP_BPE):
         return named_tokenizer(text)

@@ -20,7 +20,7 @@ from neuclip_ds.errors import UserError, counted
 
 log = logging.getLogger(__name__)
 
-# `auto` holds out one pair in a thousand, within these bounds
+# `data.val=auto` holds out one pair in a thousand, within these bounds
 _HOLD_OUT_EVERY = 1000
 _FEWEST_HELD_OUT = 200
 _MOST_HELD_OUT = 10_000
@@ -33,7 +33,7 @@ class TrainingSet:
     """The training shards of all sources of a run.
 
     Attributes:
-        manifest: the concatenated manifests of all sources, without the held-out pairs.
+        manifest: the concatenated manifests of all sources; its `held_out` counts the pairs that are not trained on.
         sources: options of each source; empty for a single dataset.
         sizes_by_source: for each source, an (n_shards,) array of the number of samples used from each shard (0 for the
             shards of other sources).
@@ -44,7 +44,8 @@ class TrainingSet:
     ) -> None:
         """Open all sources with `open_one`; `held_out` contains a resumed run's held-out counts by shard number.
 
-        Raises `UserError` if `data.train` is empty, or `data.val` is too large or differs from the checkpoint's value.
+        Raises `UserError` if `data.train` is empty, or if `data.val` is more than half of the pairs or, in a resumed
+        run, a different number than was held out.
         """
         if not data.train_paths:
             raise UserError("Set the training data: --data.train=FOLDER_OF_TARS (or demo:train).")
@@ -55,8 +56,8 @@ class TrainingSet:
             held_out = _choose_held_out(data, all_pairs.sizes)
         elif isinstance(data.val, int) and data.val != sum(held_out.values()):
             raise UserError(
-                f"data.val={data.val}, but when it started, the run held out "
-                f"{counted(sum(held_out.values()), 'training pair')}: set data.val={sum(held_out.values())}, "
+                f"data.val={data.val}, but the run held out {counted(sum(held_out.values()), 'training pair')} when it "
+                f"started: set data.val={sum(held_out.values())}, "
                 "or give the run another name (--run.name)."
             )
         self.manifest = Manifest(all_pairs.shards, all_pairs.samples, held_out)
@@ -92,7 +93,10 @@ class TrainingSet:
         ]
 
     def mixture(self, batch_size: int, seed: int, interleave: Interleave) -> MixtureOrder:
-        """Return the order of a mixture's samples; raise `UserError` for invalid weights."""
+        """Return the order of a mixture's samples.
+
+        Raises `UserError` if the weights are invalid, or if a source has fewer than 2 samples.
+        """
         return MixtureOrder(self.orders(batch_size, seed, interleave), self.weights(), interleave)
 
     def describe(self) -> list[str]:
@@ -177,8 +181,9 @@ def open_order(
     instead of it if training reads only stored features (`reads_shards` is false).
 
     Raises:
-        UserError: the batch size is incompatible with the data or `data.shard_streams`, the weights of a mixture are
-            invalid, or the shards that a new run reads concurrently do not fit in the cache.
+        UserError: a source has fewer than 2 samples, the batch size is incompatible with the number of samples or with
+            `data.shard_streams`, the weights of a mixture are invalid, or the files that a new run reads at the same
+            time do not fit in the cache.
     """
     data = config.data
     seed = config.run.seed

@@ -25,7 +25,7 @@ UidArray = NDArray[np.void]  # dtype UID
 
 
 class UidFiles:
-    """The sorted uids in memory-mapped files. Raises UserError if a file is absent or has the wrong dtype or shape."""
+    """Sorted uids in memory-mapped files. Raises UserError if a file is unreadable or has the wrong dtype or shape."""
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
         self._files = [_map(Path(path)) for path in paths]

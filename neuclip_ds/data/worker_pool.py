@@ -50,14 +50,14 @@ class LoaderOptions:
     timeout: float = 300  # seconds to wait for a batch
     captions: CaptionSources = ("txt",)  # as in `data.captions`
     cache: ShardCache | None = None  # for copies of remote shards
-    pin_memory: bool = False  # whether batches are in pinned memory
+    pin_memory: bool = False  # whether batches from worker processes are in pinned memory
 
 
 class WorkerPool:
     """A pool of loader processes, which are forked for the first series of jobs and kept for later series.
 
     `work` runs a job in a worker or, if there are no workers, in this process; it may raise `UserError`. With the
-    `pin_memory` option, results that have a `pin_memory` method arrive in pinned memory.
+    `pin_memory` option, the workers' results that have a `pin_memory` method arrive in pinned memory.
     """
 
     def __init__(self, work: Callable[[Any], Any], options: LoaderOptions) -> None:
@@ -73,8 +73,8 @@ class WorkerPool:
         Jobs must be picklable; at most `prefetch` jobs per worker are read ahead. Errors about workers name
         `describe(n)` (a name for the result of the n-th job, from 1) and, if given, the `folder` of the data. If the
         caller stops early, the next call starts new workers. Raises UserError if a job raises it, if a worker fails
-        repeatedly, or if a limit of this machine is too low for workers. Any other exception in a worker is raised as a
-        RuntimeError that contains the traceback.
+        three times in a row, or if workers cannot be started or send results, for example because a limit of this
+        machine is too low. Any other exception in a worker is raised as a RuntimeError that contains the traceback.
         """
         count = self._options.workers
         if not count:
@@ -149,7 +149,7 @@ def _stop(workers: list[_Worker]) -> None:
 
 
 class _WorkerFailure(Exception):
-    """Raised if a worker dies or does not respond; the message names the cause and a fix."""
+    """Raised if a worker dies, hangs or cannot send a result; the message names the cause and, if known, a fix."""
 
 
 class _Worker:

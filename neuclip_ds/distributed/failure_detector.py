@@ -1,9 +1,10 @@
 """Failure detector: when a rank fails, all ranks exit under any launcher, and the reason is logged.
 
-When a rank dies, the others hang in a collective: NCCL does not notice, and under `--no_ssh` or pdsh, nothing
-informs the other nodes. Each rank therefore keeps an idle TCP connection to the previous rank. The kernel closes the
-connection when the previous rank dies or its node does not answer for 20 s, even if Python is busy. The first failure
-is stored in torch's store, which all ranks poll twice a second. Rank 0, which may serve the store, exits last.
+When a rank dies, the others hang in a collective: NCCL does not notice, and if DeepSpeed's launcher uses pdsh or
+`--no_ssh`, nothing informs the other nodes. Each rank therefore keeps an idle TCP connection to the previous rank. The
+kernel closes the connection when the previous rank dies or its node does not answer for 20 s, even if Python is busy.
+The first failure is stored in torch's store, which all ranks poll twice a second. Rank 0, which may serve the store,
+exits last.
 
 The log also names hung ranks. A rank that stays at the same line of code for 10 minutes publishes how many collectives
 it has started. Ranks that have started fewer collectives than others, or have published nothing, keep the others
@@ -169,7 +170,7 @@ class FailureDetector:
         return read_entry(self._store, f"rank/{rank}", _Address)
 
     def _host_of(self, rank: int) -> str:
-        """Return the name of a rank's host for a message."""
+        """Return the name of a rank's host for a message, or "an unknown host" if the rank's entry is unreadable."""
         try:
             return self._address_of(rank).host
         except UserError:
@@ -346,7 +347,10 @@ def _stack_of_main_thread() -> Iterator[str]:
 
 
 def _connect(rank: _Address) -> socket.socket:
-    """Connect to the previous rank; the connection ends within 20 s if that rank's node is lost."""
+    """Connect to the previous rank; the connection ends within 20 s if that rank's node is lost.
+
+    Raises `UserError` if the rank cannot be reached.
+    """
     try:
         connection = socket.create_connection((rank.address, rank.port), 60)
     except OSError as error:

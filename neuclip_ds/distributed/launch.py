@@ -54,7 +54,7 @@ _STORE_DELAY = 3.0  # longest time in seconds that rank 0 keeps the store open f
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
 _LARGEST_REUSED_BLOCK = 2**31 - 1  # bytes
-_MAX_CHANGES = 300  # characters of a message that show the difference between two configs
+_MAX_CHANGES = 300  # maximum number of characters with which a message shows a difference between two ranks
 
 _joined: dist.ProcessGroup | None = None  # the process group that `join` has created, until `leave`
 
@@ -219,9 +219,10 @@ def _restore_variables(before: Mapping[str, str]) -> None:
 
 
 def _choose_device(local_rank: int) -> None:
-    """Assign each rank on a node its own GPU before anything uses a GPU; without GPUs, prepare for training on a CPU.
+    """Select the GPU of this rank before anything uses a GPU; without GPUs, prepare for training on a CPU.
 
-    Raises `UserError` if the node has too few GPUs, or if it has GPUs that torch cannot use.
+    Raises `UserError` if the node has too few GPUs or has GPUs that torch cannot use, or if GPUs were requested
+    (`deepspeed --num_gpus`) but none is visible.
     """
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
@@ -430,7 +431,7 @@ def _wait_for_verdict(
 
     torchrun's store also contains the names and results of earlier attempts, in which this process took no part. This
     rank therefore joins again whenever the name of the current attempt changes. torchrun's restart counts cannot serve
-    as names, because they differ between nodes.
+    as names, because they differ between nodes. Raises `UserError` if rank 0 gives no result within twice `timeout`.
     """
     deadline = time.monotonic() + 2 * timeout.total_seconds()  # rank 0 may have started to wait later than this rank
     attempt = ""
@@ -515,7 +516,7 @@ def _find_difference(first: _Arrival, other: _Arrival) -> str:
 
 
 def check_shared(folder: Path, communicator: Communicator) -> None:
-    """Raise `UserError` on all ranks unless all nodes share the run's folder."""
+    """Raise `UserError` on all ranks unless `folder` is the same folder on all nodes."""
     name = communicator.on_rank_zero(lambda: f".shared-{secrets.token_hex(8)}")
     shared_file = folder / name
     if communicator.rank == 0:

@@ -20,17 +20,17 @@ def write_entry(store: dist.Store, key: str, entry: Any) -> None:
 
 
 def read_entry(store: dist.Store, key: str, kind: type[T]) -> T:
-    """Wait until a rank has written an entry, and return it as a `kind`.
+    """Wait until a rank has written an entry, and return it as an instance of `kind`.
 
-    Raises UserError if the entry is not JSON that is valid for `kind`.
+    Raises `UserError` if the entry is not JSON that is valid for `kind`.
     """
     return parse_entry(store.get(key), key, kind)
 
 
 def parse_entry(content: bytes, key: str, kind: type[T]) -> T:
-    """Return the content that `write_entry` wrote, as a `kind`.
+    """Return the content that `write_entry` wrote as an instance of `kind`.
 
-    Raises UserError if the content is not JSON that is valid for `kind`.
+    Raises `UserError` if the content is not JSON that is valid for `kind`.
     """
     try:
         return TypeAdapter(kind).validate_json(content, strict=True)

@@ -77,13 +77,13 @@ class FolderImages:
     """The image files in a folder and its subfolders, in the order of their paths.
 
     The caption of `a/b.jpg` is the first caption that the caption sources find in files with the same stem, such as
-    `a/b.txt` or `a/b.json`. Raises UserError if the folder contains no images.
+    `a/b.txt` or `a/b.json`. Raises UserError if the folder cannot be listed or contains no images.
     """
 
     def __init__(self, folder: Path, captions: Sequence[str]) -> None:
         self._folder = folder
         self._captions = Captions(captions)
-        with explained(f"{folder} cannot be listed", "make its folders readable"):
+        with explained(f"{folder} cannot be listed", "make the folder and its subfolders readable"):
             files = files_below(folder, IMAGES) if folder.is_dir() else []
         self._files = [path for path in files if path.is_file()]
         if not self._files:

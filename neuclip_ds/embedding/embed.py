@@ -5,8 +5,8 @@
     OUT/part-00000012.parquet           index, key, uid and, for joint features, similarity of these samples
 
 Whenever a rank is free, it takes the next shard, and no rank waits for the others before the end. A shard's features
-depend neither on other shards nor on the number of ranks, so a restarted job writes only the missing parts. A part's
-table appears only after the part is complete.
+depend neither on other shards nor on the number of ranks, so a restarted job writes only the missing parts. The table
+of a part is written last, so that a part with a table is complete.
 """
 
 import json
@@ -100,7 +100,7 @@ class Parts:
         self._views = max(1, int(identity["crops"]))
 
     def finish(self, manifest: Manifest) -> None:
-        """Record the sizes of the parts, which readers need if a server with a copy of the folder cannot list it."""
+        """Record the parts' sizes in bytes, which readers need if a server with a copy of the folder cannot list it."""
         sizes = {path.name: path.stat().st_size for path in self.folder.glob(f"part-*{PART_SUFFIX}")}
         part_bytes = [sizes.get(part_name(shard), 0) for shard in range(manifest.n_shards)]
         _write_json(self.folder / EMBEDDING, {**self._identity_for(manifest), PART_BYTES: part_bytes})
@@ -111,7 +111,7 @@ class Parts:
     def create(self, manifest: Manifest) -> list[int]:
         """Open or create the folder, and return the numbers of the shards that have parts.
 
-        Raises UserError if another job wrote the folder.
+        Raises UserError if another job wrote the folder, or if its embedding.json cannot be read.
         """
         identity = self._identity_for(manifest)
         path = self.folder / EMBEDDING

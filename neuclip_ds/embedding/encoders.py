@@ -34,7 +34,7 @@ class TrunkRecords:
     """
 
     weights: Mapping[str, str] = field(default_factory=dict)  # results of `weights_hash`
-    outputs: Mapping[str, Sequence[float]] = field(default_factory=dict)  # results of `trunk_output`; empty if unused
+    outputs: Mapping[str, Sequence[float]] = field(default_factory=dict)  # of `trunk_output`; empty for joint features
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +105,9 @@ def dual_encoders(
 def record_trunks(
     model: DualEncoder, tokenizer: ModelTokenizer, image_size: int, output: Output, communicator: Communicator
 ) -> TrunkRecords:
-    """Describe the trunks of a model with float32 weights on the host.
+    """Return the records of a model's trunks; the model must be on the host, with float32 weights.
 
-    All ranks must call this function; rank 0 computes the records, with `outputs` only for the output `trunk`.
+    All ranks must call this function; rank 0 computes the records for all, with `outputs` only if `output` is `trunk`.
     """
 
     def record() -> dict[str, Any]:
@@ -126,7 +126,7 @@ def image_encoders(
 ) -> FeatureEncoders:
     """Open an image encoder on all ranks; `name` and `image_size` are as in `locate_image_encoder`.
 
-    Raises UserError if there is no such encoder, or if its weights cannot be used.
+    Raises UserError as in `locate_image_encoder` and `open_image_encoder`.
     """
     fields = communicator.on_rank_zero(lambda: asdict(locate_image_encoder(name, image_size)))
     ref = ImageEncoderRef(**fields)
@@ -156,9 +156,8 @@ def text_encoders(
 ) -> FeatureEncoders:
     """Open a text encoder on all ranks; `name` is a folder or a name on the hub.
 
-    `pooling` and `context_length` are as in `open_text_encoder`. Raises UserError if there is no such encoder, if
-    neither `pooling` nor the encoder's config gives the pooling, or if the encoder takes fewer tokens than
-    `context_length`.
+    `pooling` and `context_length` are as in `open_text_encoder`. Raises UserError as in `locate_text_encoder` and
+    `open_text_encoder`.
     """
     folder = Path(communicator.on_rank_zero(lambda: str(locate_text_encoder(name))))
     encoder = open_text_encoder(folder, pooling, context_length)

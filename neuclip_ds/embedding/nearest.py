@@ -136,7 +136,10 @@ class SearchableModel:
 
 
 def check_features(model: SearchableModel, collection: Collection, folder: str) -> None:
-    """Raise UserError if the model does not reproduce the feature of the first image in a folder of features."""
+    """Raise UserError if the model does not reproduce the first image feature in a folder of features.
+
+    Also raises UserError if that image cannot be read.
+    """
     images = model.features.images
     number = int(images.index[0])
     name = collection.name(number)
@@ -273,25 +276,26 @@ def read_features(stored: Stored, model: str, manifest: Manifest) -> CollectionF
         manifest: the dataset.
 
     Raises:
-        UserError: the features come from another model, from the moving average of the model's weights or from other
-            data, are not features of images and captions in a joint space, belong to random crops, or are all unusable.
+        UserError: the features were computed with another model, with the moving average of the model's weights or from
+            other data; are not in a joint space of images and captions; belong to random crops; or are all unusable.
     """
     folder = stored["folder"]
     embedding = stored["embedding"]
     of_average = embedding["ema"]
     if embedding["model"] == model and of_average:
         raise UserError(
-            f"The features in {folder} are of the moving average of {model}'s weights: embed the data without --ema."
+            f"The features in {folder} were computed with the moving average of {model}'s weights: embed the data "
+            "without --ema."
         )
     if embedding["model"] != model:
         raise UserError(
-            f"The features in {folder} are of {embedding['model']}, not of {model}: pass the folders in "
+            f"The features in {folder} were computed with {embedding['model']}, not with {model}: pass the folders in "
             f"--features in the order of the models, or embed the data with {model}."
         )
     if embedding["output"] != "joint":
         raise UserError(f"The features in {folder} are not in a joint space: embed the data without --output=trunk.")
     if embedding["crops"]:
-        raise UserError(f"The features in {folder} are of random crops: embed the data without --crops.")
+        raise UserError(f"The features in {folder} belong to random crops: embed the data without --crops.")
     table = FeatureTable(stored, manifest, embedding["captions"])
     numbers = torch.arange(manifest.n)
     rows, problems = table.rows(numbers)

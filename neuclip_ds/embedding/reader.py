@@ -30,7 +30,7 @@ class CaptionRows:
 
     tokens: Tensor  # int64 (m, T)
     counts: Tensor  # int64 (n,), captions of each sample
-    first: Tensor  # int32 (n,), number of each sample's first encoded caption among all its captions
+    first: Tensor  # int32 (n,), number (from 0) of each sample's first encoded caption among all its captions
 
 
 @dataclass(frozen=True, kw_only=True)

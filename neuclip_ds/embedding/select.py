@@ -63,7 +63,8 @@ def select(
     A rule with `top` needs about 25 bytes of memory per row, and each kept uid takes 56 bytes. Sources are parquet
     files, or folders that contain parquet files at any depth. `out` and the files in `within` are .npy files of pairs
     of 64-bit words (dtype `u8,u8`). Only uids that are in every `within` file are kept, and `refine` may drop more.
-    Raises UserError if a file cannot be read, or if no row with a uid is kept.
+    Raises UserError if a file cannot be read or lacks a column, if `column` is not numeric, if a file in `within` is
+    not sorted, or if no uid remains before `refine`.
     """
     files: list[Path] = []
     for source in sources:
@@ -83,6 +84,7 @@ def select(
     samples = 0
     without_value = 0
     without_uid = 0
+    with_uid = 0  # of the rows that the rule keeps
     collected: list[UidArray] = []
     for values, texts in _rows(data, column, uid_column):
         is_kept = (values >= minimum) & (values <= rule.maximum)  # both false for NaN
@@ -90,12 +92,13 @@ def select(
         without_value += int(np.isnan(values).sum())
         batch_uids = parse_uids(texts.filter(pa.array(is_kept)))
         without_uid += int(is_kept.sum()) - len(batch_uids)
+        with_uid += len(batch_uids)
         for uid_list in uid_lists:
             batch_uids = batch_uids[uid_list.count(batch_uids) > 0]
         collected.append(batch_uids)
 
     uids = _sorted_distinct(np.concatenate(collected) if collected else np.empty(0, UID))
-    if not len(uids) and without_uid:
+    if without_uid and not with_uid:
         raise UserError(
             f"None of the {counted(without_uid, 'sample')} to keep has a uid of 32 hex digits: pass the column of uids "
             "with --uid-column."

@@ -58,8 +58,8 @@ DEEPSPEED = "0.19.8"  # version whose private fields and gradients are tested; t
 def load_engine_config(config: Config, world_size: int) -> dict[str, Any]:
     """Return DeepSpeed's config for this run.
 
-    Raises `UserError` if the installed DeepSpeed is not the tested version, or if the JSON file is missing, damaged,
-    unsupported or inconsistent with the recipe.
+    Raises `UserError` if the installed DeepSpeed is not the tested version, if the JSON file is missing, damaged,
+    unsupported or inconsistent with the recipe, or if the batch cannot be split into equal micro-batches per rank.
     """
     _require_version()
     path, engine = read_engine_file(config.deepspeed)
@@ -80,9 +80,9 @@ def load_engine_config(config: Config, world_size: int) -> dict[str, Any]:
     micro_batches = config.rank_batch(world_size) // config.micro_batch(world_size)
     if micro_batches > _MAX_SUMMED_IN_BF16 and not accumulates_in_float32(engine):
         raise UserError(
-            f"{path} adds the gradients of {micro_batches} micro-batches in {precision(engine)}, which loses small "
-            "gradients: use deepspeed=zero1_bf16, which sums in float32 (data_types.grad_accum_dtype), or a larger "
-            "data.micro_batch."
+            f"With {path}, the gradients of {micro_batches} micro-batches are summed in {precision(engine)}, which "
+            "loses small gradients: use deepspeed=zero1_bf16, which sums in float32 (data_types.grad_accum_dtype), or "
+            "a larger data.micro_batch."
         )
     if zero_stage(engine) == 3 and config.model.compile in ("blocks", "towers"):
         raise UserError(
@@ -114,8 +114,8 @@ def _require_lean_zero1(path: Path, engine: dict[str, Any]) -> None:
         problem = "sets bf16.immediate_grad_update"
     if problem:
         raise UserError(
-            f"optimizer.lean_zero1 replaces only the ZeRO 1 step in bf16 with float32 gradients, but {path} {problem}: "
-            "set optimizer.lean_zero1=false or use deepspeed=zero1_bf16."
+            f"optimizer.lean_zero1 supports only ZeRO 1 in bf16 with float32 gradients, but {path} {problem}: set "
+            "optimizer.lean_zero1=false, or use deepspeed=zero1_bf16."
         )
 
 

@@ -2,8 +2,8 @@
 
 On a GPU, copies run on a side stream, from pinned memory, so that neither the host nor the computation waits for them.
 The next batch is fetched after a step has been launched, so a late batch delays only its own step. The host holds the
-pixels, and each micro-batch is copied while the previous one is processed, even across passes and steps.
-On a CPU, rows are copied only to join the chunks of a micro-batch, and a batch is fetched when its step begins.
+pixels, and each micro-batch is copied while the previous one is processed, even across passes and steps. On a CPU, rows
+are copied only to join the chunks of a micro-batch, and a batch is fetched when its step begins.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class DeviceBatches(Iterator["DeviceBatch"]):
         fetched.record()
 
     def begin_copy(self, pieces: Sequence[tuple[Tensor, Tensor]]) -> DeviceCopy:
-        """Start to copy a micro-batch that is given as chunks of rows: one pair of pixels and tokens per chunk."""
+        """Start copying a micro-batch, given as chunks of rows: one pair of pixels and tokens per chunk."""
         images = [image for image, _ in pieces]
         tokens = [tokens for _, tokens in pieces]
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):

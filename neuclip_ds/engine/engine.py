@@ -35,7 +35,7 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 @dataclass(frozen=True, kw_only=True)
 class WeightUpdate:
-    """Result of an update of the weights; equal on all ranks."""
+    """Result of a weight update; equal on all ranks."""
 
     gradient_norm: float  # not finite if the update was skipped
     applied: bool  # False if the update was skipped
@@ -233,7 +233,7 @@ class Engine:
         return features
 
     def _run_towers_again(self, micro_batch: MicroBatch) -> tuple[Tensor | None, Tensor | None]:
-        """Return the features with their autograd graph, or None for a frozen tower that need not run again."""
+        """Return a micro-batch's features with their autograd graph; None for frozen towers that need not run again."""
         pixels, tokens = micro_batch
         with record_function(f"{PHASE}forward"):
             features: tuple[Tensor | None, Tensor | None] = self._deepspeed(
@@ -346,7 +346,7 @@ class Engine:
         """Return the tensors that must be bit-identical on all ranks.
 
         These are the frozen weights under ZeRO 3; all weights under ZeRO 1 and 2; and the weights, the master weights
-        and the moments without ZeRO.
+        and the optimizer's state without ZeRO.
         """
         weights = zero.replicated_weights(self.module)
         tensors = dict(weights)
@@ -371,7 +371,7 @@ class Engine:
         return {name: int(getattr(self._deepspeed, name)) for name in _COUNTERS}
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
-        """Set the counters of a resumed run."""
+        """Set the counters to values that `counters` has returned, perhaps in an earlier launch."""
         for name in _COUNTERS:
             setattr(self._deepspeed, name, counters[name])
 

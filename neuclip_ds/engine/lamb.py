@@ -17,7 +17,10 @@ from neuclip_ds.distributed.communicator import Communicator
 
 
 class Lamb(torch.optim.Optimizer):
-    """LAMB: Adam's direction plus decoupled weight decay, scaled to the parameter's norm if its group sets `adapt`."""
+    """LAMB: Adam's direction plus decoupled weight decay, scaled to the parameter's norm unless `adapt` is False.
+
+    `adapt` is an option of a parameter group.
+    """
 
     def __init__(self, groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
         self._shard_slices: Mapping[Tensor, Sequence[slice]] = {}
@@ -25,7 +28,7 @@ class Lamb(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "adapt": True})
 
     def shard(self, shard_slices: Mapping[Tensor, Sequence[slice]], communicator: Communicator) -> None:
-        """Prepare for flat shards of several parameters; each step then needs one all-reduce over all ranks.
+        """Prepare for flat shards of several parameters each; every step then needs one all-reduce over all ranks.
 
         `shard_slices` lists the slices of each shard, one slice per parameter, in the same order on all ranks. Elements
         outside the slices are padding and do not change.
@@ -70,7 +73,7 @@ class Lamb(torch.optim.Optimizer):
                 yield _Update(group, weight, direction)
 
     def _trust_ratios(self, updates: Sequence[_Update]) -> Tensor:
-        """Return (P,) trust ratios: the norm of each of P parameters divided by the norm of its update direction."""
+        """Return (P,) trust ratios: the norm of each parameter divided by that of its direction, or 1 if one is 0."""
         weight_norms = [torch.linalg.vector_norm(update.weight) for update in updates]
         direction_norms = [torch.linalg.vector_norm(update.direction) for update in updates]
         norms = torch.stack([torch.stack(weight_norms), torch.stack(direction_norms)])

@@ -6,11 +6,11 @@ the gradients to DeepSpeed's float32 buffers with one call per bucket, sums each
 master weight, and reads only the norm of this rank's shards. Master weights, moments and their layout are DeepSpeed's.
 On several ranks, clipped updates may differ by rounding, because the norm is summed in a different order.
 
-On one rank, the parameters of a group are one bucket. On several ranks, a large group has buckets of 25 MB, which are
-summed during the last backward pass of a step. DeepSpeed stores a rank's shard as one contiguous part of a group, so a
-bucket is not scattered over all ranks: each of its parts is reduced to the rank whose shard contains that part. A
-group that is smaller than a bucket is summed with one reduce-scatter. All ranks start these collectives in the same
-order.
+On one rank, the parameters of a group form one bucket. On several ranks, a group of more than 25 MiB is split into
+buckets of at least 25 MiB (except for the last one), which are summed during the last backward pass of a step.
+DeepSpeed stores a rank's shard as one contiguous part of a group, so a bucket is not scattered over all ranks: each of
+its parts is reduced to the rank whose shard contains that part. A smaller group is summed with one reduce-scatter. All
+ranks start these collectives in the same order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CLIP_EPS = 1e-6  # added to the norm in the denominator, as in DeepSpeed
 
 @dataclass(frozen=True, kw_only=True)
 class _Reduction:
-    """The sum of a part of a gradient buffer over all ranks."""
+    """The sum over all ranks of a part of a gradient buffer."""
 
     part: Tensor  # elements of the buffer: those that `owner` stores, or all
     owner: int | None  # rank that receives the sum in `part`; None: each rank receives its shard
@@ -46,7 +46,7 @@ class _Reduction:
         return communicator.begin_reduce(self.part, self.owner, "gradient reduce")
 
     def finish(self, pending: Pending) -> None:
-        """Wait for the sum and store it in this rank's shard."""
+        """Wait for the sum, which is then in the shard of the rank that stores it."""
         result = pending.wait()
         if self.owner is None:
             self.shard.copy_(result)
@@ -174,7 +174,7 @@ class LeanZero1(BF16_Optimizer):
 
     @torch.no_grad()
     def _complete(self, number: int) -> None:
-        """Add the gradients of a bucket; in the last micro-batch, start the reductions whose turn it is."""
+        """Add a bucket's gradients to the buffer; in the last micro-batch, start the reductions whose turn it is."""
         self._buckets[number].add_gradients(self._is_first_micro_batch)
         self._completed.append(number)
         if self._is_last_micro_batch:
@@ -190,7 +190,10 @@ class LeanZero1(BF16_Optimizer):
             self._started += 1
 
     def update_hp_grads(self, clear_lp_grads: bool = False) -> None:
-        """Add the gradients of the remaining buckets, some of whose parameters have no gradient in this pass."""
+        """Add to the buffers the gradients of the buckets that are still incomplete after a backward pass.
+
+        On several ranks, these are the buckets with parameters that have no gradient in this pass; on one rank, all.
+        """
         for number, bucket in enumerate(self._buckets):
             if number not in self._completed:
                 self._complete(number)
@@ -201,7 +204,7 @@ class LeanZero1(BF16_Optimizer):
 
     @torch.no_grad()
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
-        """Wait until this rank's shards contain the averages over ranks; all ranks call this together."""
+        """Wait until this rank's shards contain the gradients averaged over ranks; all ranks call this together."""
         if not self._order:  # all ranks adopt the order in which rank 0 completed its buckets
             completed = self._completed
             self._order = self._communicator.on_rank_zero(lambda: completed)
@@ -258,7 +261,7 @@ def _reductions_to_owners(buffer: Tensor, elements: slice, shards: Sequence[Tens
 
 
 def use_lean_step(optimizer: Any, shard_slices: Mapping[Tensor, Sequence[slice]], communicator: Communicator) -> None:
-    """Make DeepSpeed's `BF16_Optimizer` step as `LeanZero1` does.
+    """Replace the step of DeepSpeed's `BF16_Optimizer` with the step of `LeanZero1`.
 
     Args:
         optimizer: the optimizer of DeepSpeed's engine, before its first step.

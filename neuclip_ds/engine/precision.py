@@ -23,7 +23,7 @@ _LIBRARY_ALGORITHMS = {
 
 
 def towers_dtype(engine: dict[str, Any]) -> torch.dtype:
-    """Return the dtype of weights and activations under DeepSpeed's config."""
+    """Return the dtype of the towers' weights and activations under DeepSpeed's config."""
     return torch.bfloat16 if precision(engine) == "bf16" else torch.float32
 
 
@@ -56,7 +56,7 @@ def set_matmul_precision(config: Config, engine: dict[str, Any], device: torch.d
 
 @contextmanager
 def fixed_library_algorithms(enabled: bool) -> Iterator[None]:
-    """If `enabled`, let cuBLAS and NCCL use the same algorithms in every launch unless the environment selects others.
+    """If `enabled`, make cuBLAS and NCCL use the same algorithms in every launch unless the environment selects others.
 
     NCCL reads its variables when ranks connect; cuBLAS reads its variable at the first call. The variables are removed
     at the end of the block, so that they affect neither later runs in this process nor commands that it starts.

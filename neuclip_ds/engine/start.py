@@ -94,7 +94,7 @@ def start_engine(
 class _Float32BatchNorm:
     """Batch normalization that computes in float32 and keeps float32 statistics, as under autocast.
 
-    The input and output have the towers' dtype. A 16-bit statistic would lose updates below 0.4% of its value.
+    The input and output have the towers' dtype. A bf16 statistic would lose updates below 0.4% of its value.
     """
 
     _keep_in_fp32_modules_strict = ("running_mean", "running_var")  # DeepSpeed does not cast these buffers
@@ -131,7 +131,7 @@ def parameter_groups(module: nn.Module, config: OptimizerConfig) -> list[dict[st
 
 
 def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return the optimizer that the config names, with `parameter_groups`; `Engine.step` sets the learning rates."""
+    """Return the config's optimizer for the groups of `parameter_groups`; `Engine.step` sets their learning rates."""
     groups = parameter_groups(module, config)
     match config.name:
         case "adamw":  # a fused step reads and writes each number once, even for offloaded masters on the CPU

@@ -98,7 +98,7 @@ def placements(optimizer: Any, module: nn.Module, rank: int) -> Iterator[Placeme
 
 
 def replicated_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return the module's weights that all ranks store: all of them or, under ZeRO 3, the frozen ones."""
+    """Return the weights that every rank stores whole, by name: all of them or, under ZeRO 3, the frozen ones."""
     weights: dict[str, Any] = dict(module.named_parameters())
     if fetches_weights(module):
         weights = {name: weight.ds_tensor for name, weight in weights.items() if not weight.requires_grad}
@@ -225,7 +225,7 @@ def _unpartitioned(name: str, master: Tensor) -> Placement:
 
 
 def _zero_3_shard(name: str, parameter: Any, master: Tensor, offset: int, rank: int) -> Placement:
-    """Return a rank's shard under ZeRO 3, which cuts a parameter into equal shards and pads the last ones."""
+    """Return the placement of a rank's shard under ZeRO 3, which cuts parameters into equal shards, the last padded."""
     size = parameter.partition_numel()
     start = min(rank * size, parameter.ds_numel)
     stop = min((rank + 1) * size, parameter.ds_numel)
@@ -235,7 +235,7 @@ def _zero_3_shard(name: str, parameter: Any, master: Tensor, offset: int, rank: 
 def _zero_1_2_shards(
     group: Sequence[Any], offsets: Sequence[int], master: Tensor, rank: int, names: Mapping[Any, str]
 ) -> Iterator[Placement]:
-    """Yield a rank's shards under ZeRO 1 or 2, which cut a group's concatenated parameters into equal shards."""
+    """Yield the placements of a rank's shards under ZeRO 1 or 2, which cut a group's flattened parameters equally."""
     shard_start = rank * master.numel()
     shard_stop = shard_start + master.numel()
     for parameter, parameter_start in zip(group, offsets, strict=True):

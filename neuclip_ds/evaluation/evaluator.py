@@ -54,7 +54,7 @@ class Evaluator:
     """Evaluates a model on the held-out sets of a run, which are opened before the first step.
 
     The first evaluation starts as many loader processes as training uses. The processes stay alive between evaluations
-    until `close` stops them. Images are decoded as in training, but always at full size.
+    until `close` stops them. Images are decoded as in training, but never at a reduced size.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Evaluator:
         """Open the held-out sets.
 
         Raises:
-            UserError: a set is unusable, `run.normalizer_anchors` is set for a method without normalizers, or
+            UserError: a set is unusable, `run.normalizer_anchors` is set for a method that estimates no normalizers, or
                 `run.best_metric` is set for a run that has nothing to evaluate on.
         """
         anchors = config.run.normalizer_anchors
@@ -103,7 +103,10 @@ class Evaluator:
         self._loader = self._start_loader()
 
     def __call__(self, engine: Any, loss: ContrastiveLoss) -> dict[str, float]:
-        """Evaluate the model; return results by name, equal on all ranks, and their chance levels as `chance/NAME`."""
+        """Evaluate the model; return results by name, equal on all ranks, and their chance levels as `chance/NAME`.
+
+        Raises UserError if no held-out pair can be read, or if a sample of another set cannot be used.
+        """
         encode = encoder_of(engine, self._communicator.device)
         encoder = BatchEncoder(
             encode=encode,
@@ -276,8 +279,8 @@ class HeldOut:
 def open_held_out(config: Config, communicator: Communicator, folder: Path, train: Manifest | None) -> HeldOut:
     """Open the held-out sets of a run on all ranks: validation pairs, zero-shot images, and evaluation sets on disk.
 
-    If `train` is None, there are no pairs that are held out of the training data. Raises `UserError` if a set does not
-    exist or one of its files is damaged, or if the validation pairs are in shards of `train`.
+    If `train` is None, no pairs are held out of the training data. Raises `UserError` if a set does not exist or one of
+    its files is damaged, or if the validation pairs are in shards of `train`.
     """
     options = config.data
     validation = find_validation(options, train)  # a path or a number of training pairs

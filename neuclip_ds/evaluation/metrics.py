@@ -151,7 +151,7 @@ class GroupAccumulator:
             self._sums.index_add_(1, groups_on_device, torch.stack([hits, torch.ones_like(hits)]))
 
     def all_reduce(self, communicator: Communicator) -> None:
-        """Replace this rank's counts with the sums over all ranks."""
+        """Replace this rank's hits and counts with the sums over all ranks."""
         self._grow(max(communicator.gather_objects(self._sums.shape[1])))
         self._set_sums(communicator.all_reduce(self._sums, "evaluation"))
 

@@ -53,7 +53,7 @@ class EstimateNormalizers(Protocol):
 
         Args:
             image_features, text_features: (b, d) features.
-            index, valid: (b,) in host memory.
+            index, valid: (b,) global indices, and whether each row is valid; both in host memory.
             reference: (b, D) stored features of images and texts from the reference model, if there is one.
         """
 
@@ -83,9 +83,9 @@ def normalizer_error(
     """Return the errors of a method's estimates for the first `anchors` valid samples of `anchor_batches`.
 
     All ranks must have the same number of batches, with the same shapes. Every `parts_per_batch` consecutive
-    `anchor_batches` form one batch of the training batch size; over all ranks, `all_batches` contain every training
-    sample once. Logits are computed for `chunk` anchors at a time. Raises UserError if there are no anchors, or fewer
-    than two valid samples.
+    `anchor_batches` are this rank's part of one batch of the training batch size; over all ranks, `all_batches` contain
+    every training sample once. Logits are computed for `chunk` anchors at a time. Raises UserError if there are no
+    anchors, or fewer than two valid samples.
 
     Returns:
         Metrics, equal on all ranks: `normalizer_mse`, the mean of `normalizer_mse_image` and `normalizer_mse_text`;

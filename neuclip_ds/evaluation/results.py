@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from neuclip_ds.errors import UserError, explained
 from neuclip_ds.evaluation.suite import Metrics
 from neuclip_ds.evaluation.tasks import Task, TaskList
-from neuclip_ds.files import json_lines
+from neuclip_ds.files import atomic_write, json_lines
 
 FILE = "eval_results.jsonl"
 
@@ -30,8 +30,9 @@ class Average(NamedTuple):
 class Results:
     """The scores of one model, stored in a folder.
 
-    Raises `UserError` if the folder contains a different model's scores, or scores that cannot be read. `metrics` maps
-    task keys to the latest metrics; `data` maps them to the identities of the sets, None if unknown.
+    `metrics` maps task keys to the tasks' latest metrics, and `data` maps task keys to the hashes that identify their
+    sets, or to None if unknown. Raises `UserError` if the folder contains a different model's scores, or scores that
+    cannot be read.
     """
 
     def __init__(self, folder: Path, model: Mapping[str, Any]) -> None:
@@ -43,7 +44,8 @@ class Results:
         if self._path.is_file():
             scored_model = None
             if self._model_path.is_file():
-                scored_model = json.loads(self._model_path.read_text(encoding="utf-8"))
+                with explained(f"{self._model_path} cannot be read", "choose another --out"):
+                    scored_model = json.loads(self._model_path.read_text(encoding="utf-8"))
             if scored_model != json.loads(json.dumps(model)):
                 other = "unknown, because model.json is missing"
                 if scored_model is not None:
@@ -55,7 +57,8 @@ class Results:
                 lines = json_lines(self._path)  # a task whose line is truncated is measured again
                 self.metrics = {line["key"]: line["metrics"] for line in lines}
                 self.data = {line["key"]: line.get("data") for line in lines}
-        self._model_path.write_text(json.dumps(model, indent=2) + "\n", encoding="utf-8")
+        with atomic_write(self._model_path) as temporary:
+            temporary.write_text(json.dumps(model, indent=2) + "\n", encoding="utf-8")
 
     def add(self, task: Task, metrics: Metrics, data: str | None = None) -> None:
         """Append a task's line; `data`, if given, is a hash that identifies the set and its files."""

@@ -112,7 +112,7 @@ def recalls_of_pairs(
 def example_retrievals(
     encoded: Sequence[EncodedBatch], communicator: Communicator, queries: int, images: int
 ) -> list[Retrieved]:
-    """For up to `queries` captions of evenly spaced pairs, return up to `images` best images over all ranks.
+    """Return up to `images` best images over all ranks for each caption of up to `queries` evenly spaced pairs.
 
     The result is equal on all ranks and, up to rounding, does not depend on the number of ranks.
     """
@@ -272,7 +272,10 @@ def _count_hits(queries: _Queries, candidates: Tensor, labels: Tensor, ks: Seque
 def _recalls(
     counts: dict[str, Tensor], ks: Sequence[int], communicator: Communicator
 ) -> tuple[float, dict[str, float]]:
-    """Return the last direction's number of queries, and `NAME_recall@k` for each direction, both over all ranks."""
+    """Return the last direction's number of queries, and `NAME_recall@k` for each direction, both over all ranks.
+
+    Raises UserError if there are no queries.
+    """
     totals = communicator.all_reduce(torch.stack(list(counts.values())), "evaluation").tolist()
     first_direction = totals[0]
     if not first_direction[0]:

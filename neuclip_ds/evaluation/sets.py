@@ -52,7 +52,7 @@ _WORDNET_ID = re.compile(r"n[0-9]{8}")  # ImageNet's name of a class
 PLACEHOLDER = "{c}"  # replaced by the class name in a template
 LAYOUT = (
     "a zero-shot set is a folder with classnames.txt, zeroshot_classification_templates.txt, test/nshards.txt "
-    "and test/0.tar, test/1.tar, ...; a retrieval set has dataset_type.txt (retrieval) instead of the two text files"
+    "and test/0.tar, test/1.tar, ...; a retrieval set has dataset_type.txt (`retrieval`) instead of the first two files"
 )
 FORMS = f"{LAYOUT}; a set can also be a folder with a subfolder of images per class, or a table ({', '.join(TABLES)})"
 # TIFF files cannot be decoded; they are listed so that they raise an error instead of being silently omitted
@@ -159,7 +159,7 @@ def open_captioned(path: Path) -> EvaluationSet:
     if kind != "retrieval":
         raise UserError(
             f"{path} is a {kind} set, not a retrieval set; pass a retrieval set or, if the samples of this set have "
-            "captions, write retrieval to its dataset_type.txt."
+            "captions, write `retrieval` to its dataset_type.txt."
         )
     return captioned_set
 
@@ -248,7 +248,11 @@ def _read_extent(shard: Path, extent: Extent) -> bytes:
 
 
 def _open_images(path: Path) -> EvaluationSet:
-    """Open a set with one image folder per class; raise UserError if classnames.txt does not match the folders."""
+    """Open a set with one image folder per class.
+
+    Raises UserError if classnames.txt does not match the folders, if a folder's name is not UTF-8, and as in
+    `_imagenet_prompts`.
+    """
     folders = _class_folders(path)
     images_of_folder = {folder: files_below(folder, _IMAGE_SUFFIXES) for folder in folders}
     class_names_file = path / _CLASS_NAMES

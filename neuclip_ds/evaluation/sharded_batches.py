@@ -37,12 +37,13 @@ def sharded_batches(
     size: int,
     loader: Loader = IN_PROCESS,
 ) -> Iterator[ShardedBatch[T]]:
-    """Yield this rank's batches of `size` samples while the loader's workers prepare the next batches.
+    """Yield this rank's batches of up to `size` samples while the loader's workers prepare the next batches.
 
     `prepare` reads and decodes a sample. It must be picklable, and raise `UserError` if the sample cannot be used.
 
     Raises:
-        UserError: a rank failed; raised on all ranks, with the message of the lowest rank that failed.
+        UserError: the ranks see different files, or a sample cannot be used. All ranks raise it together, with the
+            message of the lowest rank that failed.
     """
     contents_of_ranks = set(communicator.gather_objects(repr(folder.contents)))
     if len(contents_of_ranks) > 1:  # ranks with different copies would wait for each other forever
@@ -54,7 +55,10 @@ def sharded_batches(
 
 
 def decode(sample: Sample, transform: Callable[[bytes], Tensor], prefix: str = "") -> Tensor:
-    """Decode a sample's image, `sample.image(prefix)`, to (3, H, W) uint8 pixels; raise UserError if decoding fails."""
+    """Read and decode a sample's image, `sample.image(prefix)`; raise UserError if either fails.
+
+    Returns the uint8 pixels (3, H, W).
+    """
     encoded = sample.image(prefix)
     with explained(f"{sample.name} cannot be decoded", "replace or remove the image"):
         return transform(encoded)

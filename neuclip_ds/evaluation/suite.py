@@ -25,7 +25,10 @@ Metrics = dict[str, float | None]
 
 
 def open_task_set(task: Task, path: Path) -> EvaluationSet:
-    """Open the set of a task, with its prompts; raise UserError if a file is missing or malformed."""
+    """Open the set of a task, with its prompts, if any.
+
+    Raises UserError if a file is missing or malformed, or if the set is of a different kind.
+    """
     openers = {"classification": open_labeled, "retrieval": open_captioned, "winogavil": open_shards}
     return openers[task.kind](path)
 

@@ -120,7 +120,8 @@ class TaskList(BaseModel):
         `paths` are sets of any form and name, or folders of sets. A path in `own_names` is a user's set with the name
         given there. If only some of DataComp's sets are found, a warning lists the missing ones. Raises UserError if a
         path contains no set, a name matches no task, the set of a task that a name matches is missing, two of the
-        user's sets share a name, or a path in `own_names` is not a set.
+        user's sets share a name, one of them is unreadable or neither for classification nor for retrieval, or a path
+        in `own_names` is not a set.
         """
         own_names = own_names or {}
         candidates: list[Path] = []
@@ -202,7 +203,10 @@ class TaskList(BaseModel):
 
 
 def _sets_in(path: Path) -> list[Path]:
-    """Return the path itself if it is a set, or else the sets and subfolders in it."""
+    """Return the path itself if it is a set, or else the sets and subfolders in it.
+
+    Raises UserError if it is neither a set nor a folder.
+    """
     if is_set(path):
         return [path.absolute()]
     if not path.is_dir():

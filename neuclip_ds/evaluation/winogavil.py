@@ -49,8 +49,9 @@ def winogavil(encoder: BatchEncoder, folder: EvaluationSet) -> dict[str, float |
     """Return the mean Jaccard index over all instances, and over the instances with a given number of images.
 
     Returns:
-        Metrics, equal on all ranks: `avg_jaccard_score`; `jaccard_score_N` for N = 5, 6, 10, 12, 5-6 and 10-12 images
-        (None if no instance has N images); and `chance`, the expected score of random choices from 10-12 images.
+        Metrics, equal on all ranks: `avg_jaccard_score`; `jaccard_score_N` for N = 5, 6, 10, 12, 5-6 and 10-12 images;
+        and `chance`, the expected score of random choices from 10-12 images. The last two are None if there are no
+        instances with that number of images.
 
     Raises UserError if the set is empty or an instance is broken.
     """

@@ -56,7 +56,10 @@ def classify(
 
 
 def zero_shot(encoder: BatchEncoder, image_set: EvaluationSet) -> dict[str, float]:
-    """Return the top-1 and top-5 accuracy over the whole set, and its number of images; all ranks get equal values."""
+    """Return the top-1 and top-5 accuracy over the whole set, and its number of images; all ranks get equal values.
+
+    Raises UserError as in `classify`.
+    """
     counts, _ = classify(encoder, image_set)
     return {
         "zero_shot_top1": ratio(counts.top1, counts.support),

@@ -20,7 +20,7 @@ from neuclip_ds.losses.stored_features import StoredBatch, StoredRows, Teachers
 if TYPE_CHECKING:
     from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
 
-_SAME = 0.05  # largest accepted distance between a row's features in the two passes, which differ only by rounding
+_SAME = 0.05  # largest accepted distance between a row's features in the two passes; rounding causes smaller ones
 _ONCE_EACH = (
     "run features() with one add() for each micro-batch, then loss() once, and then gradients() with one backward() "
     "for each micro-batch"
@@ -70,8 +70,9 @@ class MicroBatches:
 
     The first pass stores features without a graph. Once the gradient of the whole batch's loss with respect to these
     features is known, the second pass runs each micro-batch again and backpropagates its rows of the gradient. Both
-    passes draw the same random numbers, so dropout masks match. The running statistics of batch normalization change in
-    the second pass only. Without batch normalization and dropout, the result is that of one large pass, up to rounding.
+    passes draw the same random numbers, so dropout masks match. The running statistics of the given batch-norm layers
+    change in the second pass only. Without batch normalization and dropout, the result is that of one large pass, up to
+    rounding.
     """
 
     def __init__(self, layers: Sequence[BatchNorm]) -> None:
@@ -187,7 +188,10 @@ class TwoPass(MicroBatches):
         self._require(len(self._random_states) == len(self._ends) and self._first_pass is None)
 
     def loss(self) -> Tensor:
-        """Return the whole batch's 0-dim loss, detached, and compute its gradients with respect to the features."""
+        """Return the whole batch's 0-dim loss, detached, and compute its gradients with respect to the features.
+
+        Also raises the exceptions of `ContrastiveLoss.forward`.
+        """
         self._require(self._first_pass is None and 0 < len(self._ends) == len(self._random_states))
         indices = [index for index in self._indices if index is not None]
         if indices and len(indices) < len(self._indices):
@@ -218,8 +222,9 @@ class TwoPass(MicroBatches):
     def gradients(self) -> Iterator[None]:
         """Run each micro-batch of the second pass and its `backward` in this context, in the order of the first pass.
 
-        Gradients are reduced over ranks in the last micro-batch only, using DDP's `no_sync` or FSDP2's
-        `set_requires_gradient_sync`. With DDP's static graph, they are reduced in each micro-batch.
+        If `accumulate` received the model, gradients are reduced over ranks in the last micro-batch only, using DDP's
+        `no_sync` or FSDP2's `set_requires_gradient_sync`. Without the model, and with DDP's static graph, they are
+        reduced in each micro-batch.
         """
         self._require(self._micro_batch < len(self._ends) and self._first_pass is not None)
         with _without_reduction(self._model, self.is_last), super().gradients():
@@ -229,8 +234,8 @@ class TwoPass(MicroBatches):
     def backward(self, image_features: Tensor, text_features: Tensor) -> None:
         """Backpropagate this micro-batch's rows of the gradient; a frozen tower's features may have no graph.
 
-        With `validate=True`, raise `RuntimeError` if the features differ from those of the first pass by more than
-        rounding.
+        Raises `RuntimeError` if the number of rows differs from that in the first pass or, with `validate=True`, if the
+        features differ from those of the first pass by more than rounding.
         """
         self._require(self._first_pass is not None and self._micro_batch < len(self._ends))
         start = self._row

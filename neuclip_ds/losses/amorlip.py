@@ -17,15 +17,16 @@ where lambda and the leading tau are held constant; lambda is the target net's o
 With `amortizes=negatives` (Table 3), the nets fit only the sum over j != i; the positive's term is then added.
 
 Negative j of anchor i has the weight exp(L s_ij)/lambda_i, so log w_i = L s_ii - log lambda_i in the gradient that all
-methods share. In that gradient, w_i is constant; the remaining derivative with respect to s_ii, L (C_i/lambda_i - 1) in
-each direction, is added. A step first updates the online net and then the target net, if their updates are due
-(`online_every`, `target_every`), and then runs stage II.
+methods but SigLIP share. In that gradient, w_i is constant; the remaining derivative with respect to s_ii,
+L (C_i/lambda_i - 1) in each direction, is added. A step first updates the online net and then the target net, if their
+updates are due (`online_every`, `target_every`), and then runs stage II.
 
 All ranks have bit-identical copies of both nets. `fits_all_rows` selects one of two ways to fit the nets: every rank
 fits them to all rows of the batch, after an all-gather of log Z and log C (so all ranks do the same work), or each rank
-fits them to its local rows, and the gradient of each update is summed over ranks (4 MB at d = 512). The second way
-sends more data than OpenCLIP unless the batch is large. With `gather=fits` (section 3.3), steps that do not fit the
-nets contrast local rows only: C_i then averages over b - 1 negatives, but the positive's term keeps the factor 1/(B-1).
+fits them to its local rows, and the gradient of each update is summed over ranks (4 MB at d = 512). The second way is
+used only for large batches, for which it sends no more data than the gather of the features. With `gather=fits`
+(section 3.3), steps that do not fit the nets contrast local rows only: C_i then averages over b - 1 negatives, but the
+positive's term keeps the factor 1/(B-1).
 """
 
 import math
@@ -81,7 +82,10 @@ def amorlip(config: ObjectiveConfig, context: LossContext) -> GlobalContrastiveL
 
 
 def previous_weight(epoch: int, config: AmortizedConfig) -> float:
-    """Return beta_t, which rises from 0 to `previous_weight` along a half cosine over `previous_epochs` epochs."""
+    """Return beta_t, the weight of the previous epoch's net in Z.
+
+    It rises from 0 to the option `previous_weight` along a half cosine over `previous_epochs` epochs.
+    """
     if epoch >= config.previous_epochs:
         return config.previous_weight
     return config.previous_weight / 2 * (1 - math.cos(math.pi * epoch / config.previous_epochs))
@@ -218,7 +222,10 @@ class AmortizedEstimator(NormalizerEstimator):
         )
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
-        """Return log(lambda_i - c exp(L s_ii)/(B-1)) - L s_ii, without the c term if lambda excludes the positive."""
+        """Return log(lambda_i - c exp(L s_ii)/(B-1)) - L s_ii, without the c term if lambda excludes the positive.
+
+        The result is -inf before the first fit, and where lambda_i does not exceed the c term.
+        """
         if self._epoch < 0:
             return torch.full_like(log_g, -math.inf)
         features = batch.anchors()
@@ -262,7 +269,7 @@ class AmortizedEstimator(NormalizerEstimator):
         return torch.logaddexp(log_total + math.log1p(-weight), log_previous + math.log(weight))
 
     def _learn(self, position: Position, batch: GatheredFeatures, features: Tensor, log_total: Tensor) -> Tensor:
-        """Initialize the nets at the start of an epoch, fit them if a fit is due, and return (2, local) log Z."""
+        """Initialize the nets at the start of an epoch, update each net when it is due, and return (2, local) log Z."""
         starts_epoch = position.epoch != self._epoch
         if starts_epoch and self._epoch >= 0:
             self._previous = self._target.clone()
@@ -295,7 +302,7 @@ class AmortizedEstimator(NormalizerEstimator):
     def _draw(self, epoch: int, rows: _FitRows) -> None:
         """Initialize Adam and the nets, with `epoch` as the seed.
 
-        If `reference=paper`, shift the nets' mean output to the mean of log Z.
+        If `reference=paper`, shift each net's output so that its mean over the batch is the mean of log Z.
         """
         self._target.copy_(self._mlp.draw(epoch))
         if not self._is_released:

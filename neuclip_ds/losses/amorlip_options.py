@@ -17,11 +17,11 @@ class AmortizedConfig(Section):
     """Loss for fitting lambda: the squared error of the logarithms, or the KL or Jensen-Shannon divergence plus a tenth
     of the squared error."""
     amortizes: Literal["partition", "negatives"] = "partition"
-    """Target of lambda: the partition function, or its sum over negatives alone, to which the positive of each anchor
-    is then added (AmorLIP Table 3)."""
+    """Quantity that the nets predict: the partition function (`partition`), or only its sum over negatives
+    (`negatives`), to which each anchor's positive term is then added (AmorLIP Table 3)."""
     gather: Literal["every_step", "fits"] = "every_step"
-    """Steps that gather the features of all ranks: every step, or only steps that fit the nets. In the other steps,
-    each rank contrasts only its local rows (AmorLIP section 3.3)."""
+    """Steps that gather the features of all ranks: every step, or only steps that fit the nets (`fits`). In the other
+    steps, each rank contrasts only its local rows (AmorLIP section 3.3)."""
     lr: float = Field(1e-3, gt=0)
     """Adam learning rate for the MLPs (the released code multiplies it by the number of ranks)."""
     max_grad_norm: float = Field(1.0, ge=0)
@@ -29,13 +29,13 @@ class AmortizedConfig(Section):
     inner_steps: int = Field(3, ge=0)
     """Adam steps T_lambda per fit of the nets."""
     online_every: int = Field(1, ge=1)
-    """Steps T_online between fits of the online nets."""
+    """Interval T_online between fits of the online nets, in training steps."""
     target_every: int = Field(2, ge=1)
-    """Steps T_target between updates of the EMA target nets."""
+    """Interval T_target between updates of the EMA target nets, in training steps."""
     ema: float = Field(0.999, ge=0, le=1)
     """Decay alpha of the target nets' EMA."""
     previous_weight: float = Field(0.8, ge=0, lt=1)
-    """Largest weight beta_T of the previous epoch's net in the target."""
+    """Largest weight beta_T of the previous epoch's prediction in the values to which the nets are fitted."""
     previous_epochs: float = Field(16, ge=0)
     """Epochs over which beta rises to `previous_weight` along a cosine: all epochs in the paper, 16 of 33 in the
     README of the released code."""

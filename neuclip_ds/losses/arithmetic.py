@@ -32,7 +32,7 @@ def lowest_exponent(dtype: torch.dtype) -> float:
 
 
 def exp_(x: Tensor) -> Tensor:
-    """Overwrite x with exp(x); in float32, the relative error is 1e-7 (|x| + 1)."""
+    """Overwrite x with exp(x); in float32, the relative error is at most about 1e-7 (|x| + 1)."""
     if x.device.type == "cpu":  # on some CPUs torch's exp takes three times as long as its exp2
         return x.mul_(_LOG2_E).exp2_()
     return x.exp_()

@@ -27,11 +27,12 @@ def autograd_loss(function: FeatureLoss) -> LossBuilder:
     Args:
         function: the loss as a function of the (B, d) image features, the (B, d) text features and the (B,) sample
             indices of the global batch. Row i of both tensors is a pair. The features are on the device of the training
-            batch, and the indices are in host memory. The function returns a 0-dim tensor. Every rank calls it with the
-            same arguments.
+            batch, and the indices are in host memory; for calls without `index`, all indices are `samples`. The
+            function returns a 0-dim tensor. Every rank calls the function with the same arguments.
 
     Returns:
-        A builder, which `ContrastiveLoss` and `register_loss` call with the options and sizes of the loss.
+        A builder to pass to `ContrastiveLoss` or `register_loss`; it is called with the options and sizes of the loss
+        when the loss is built.
 
     Example:
         import torch
@@ -74,7 +75,7 @@ class AutogradLoss(LossFunction):
             text = batch.text.detach().requires_grad_()
             loss = self._function(image, text, batch.index)
         if not isinstance(loss, Tensor):
-            raise TypeError(f"The loss must be a scalar tensor, but the function returned a {type(loss).__name__}.")
+            raise TypeError(f"The loss must be a 0-dim tensor, but the function returned {type(loss).__name__}.")
         if loss.ndim:
             raise TypeError(
                 f"The loss must be a scalar, but the function returned a tensor of shape {tuple(loss.shape)}."

@@ -88,7 +88,7 @@ class Stateful:
     """Whether training needs each row's sample index."""
 
     def begin_reads(self, padded_index: Tensor) -> dict[str, Pending]:
-        """Start reading the statistics of a batch's samples; reads overlap the encoders' forward pass.
+        """Start reading the statistics of a batch's samples, so that reads can overlap the encoders' forward pass.
 
         Args:
             padded_index: (K b,) sample indices of the batch in host memory, -1 for invalid rows.
@@ -155,7 +155,7 @@ class LossFunction(Stateful):
         """Return the loss and its gradient; if `training`, update the state.
 
         Args:
-            batch: the features of all ranks, with at least two valid rows.
+            batch: the gathered features, with at least two valid rows.
             position: position in the run.
             training: if False, compute the loss without changing any state.
         """

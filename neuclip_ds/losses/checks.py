@@ -27,7 +27,7 @@ def problem_with_features(image: Any, text: Any, dim: int) -> str | None:
 
 
 def problem_with_norms(image: Tensor, text: Tensor, valid: Tensor | None, not_finite: bool) -> str | None:
-    """Return a message if the norm of a valid row is not 1, else None.
+    """Return a message if a valid row is not finite or its norm differs from 1 by more than 0.02, else None.
 
     Args:
         image, text: (b, d) features.
@@ -133,7 +133,7 @@ def raise_if_ranks_disagree(
         training: whether this rank's call is in training mode.
         dtype: dtype of this rank's features.
         communicator: communicator between the ranks.
-        stored_widths: widths of the stored features, 0 for missing features.
+        stored_widths: widths of this rank's stored features, as from `StoredBatch.widths`.
 
     Raises:
         ValueError: on all ranks, if any rank has a problem, or if ranks differ in training mode, feature dtype or the

@@ -125,28 +125,29 @@ class ContrastiveLoss(nn.Module):
             samples: size n of the training set, required by methods that keep statistics per sample, by
                 `neuclip_queue` and by `temperature={"rule": "learned"}`.
             epochs: length of the run in epochs, for schedules.
-            steps_per_epoch: training calls per epoch, required by methods whose schedules depend on the epoch or on the
+            steps_per_epoch: training calls per epoch, required if a schedule of the loss depends on the epoch or on the
                 progress of the run.
             lr: peak learning rate of the encoders.
-            betas: Adam betas for the temperature and, with `npn.order=joint`, for the prototypes.
+            betas: Adam betas for the temperature, SigLIP's bias and, with `npn.order=joint`, the prototypes. With
+                `temperature.optimizer`, Lion uses both values, and SGD uses the first one as momentum.
             adam_eps: Adam epsilon for the same parameters.
             reduction: `ddp_mean` if the encoders' gradients are averaged over ranks (DDP, FSDP, DeepSpeed): the loss
                 then multiplies the feature gradients by the world size to compensate. `sum` if they are summed.
             group: process group of the global batch; by default all ranks, or this process if it runs alone.
-            communicator: `Communicator` between the global batch's ranks, for a caller that counts its traffic; it
-                replaces `group` and `device`.
+            communicator: `Communicator` to use instead of `group` and `device`, for a caller that measures the loss's
+                traffic.
             scaler: see the `scaler` attribute.
-            undo: whether `undo()` can revert the last training call, which costs a copy of the state except for the
-                per-sample statistics. With a `scaler`, `undo()` always can.
-            validate: whether to check the arguments of each call on all ranks, except for calls with `pending`. This
-                costs one small collective and, on a GPU, one host synchronization. Without validation, all ranks must
-                pass the same number of rows.
+            undo: whether to keep a copy of the state (except the per-sample statistics), so that `undo()` can revert
+                the last training call. With a `scaler`, the copy is always kept.
+            validate: whether to check the arguments of each call on all ranks. This costs one small collective and, on
+                a GPU, one host synchronization per call. Calls with `pending` skip this check; `begin` checks its
+                arguments on each rank alone. Without validation, all ranks must pass the same number of rows.
             device: initial device of the loss's state. A call without `pending` moves the state to the features'
                 device. `begin` does not move it, so if you use `begin`, set this to the features' device.
             dtype: initial dtype of similarities, losses and state. A call without `pending` changes it to float64 for
                 features in float64, and to float32 for other features.
-            spare_row: whether each table of statistics has an extra row, which calls without `index` use. If it is
-                False, pass `index` in every call.
+            spare_row: whether each table of per-sample statistics has an extra row, which calls without `index` use. If
+                there is no such row, pass `index` in every call.
             encoder_temperature: tau at step 0 if neither the options nor the method's defaults set it. Of the package's
                 methods, only `gcl` and `tuneclip` have no default. For encoders from a pretrained checkpoint, pass the
                 checkpoint's temperature as the option `temperature={"initial": tau}`.
@@ -156,7 +157,8 @@ class ContrastiveLoss(nn.Module):
                 `npn={"lr": 0.05}`.
 
         Raises:
-            UserError: the method or an option is unknown, or a value is missing or out of range.
+            UserError: the method or an option is unknown, a value is missing or out of range, options cannot be
+                combined with the method or with each other, or `options` are passed with an `ObjectiveConfig`.
         """
         super().__init__()
         self._config, self._builder = _config_and_builder(method, options)
@@ -230,10 +232,10 @@ class ContrastiveLoss(nn.Module):
 
         Raises:
             RuntimeError: the batch of the last `begin` has not been passed to the loss; see `abandon`.
-            ValueError: with `validate=True`, an argument is invalid. Only the rank that passes this argument raises the
-                error.
-            UserError: the method cannot use a reference model or a teacher, or the options require one of them and the
-                call lacks its features.
+            ValueError: with `validate=True`, an argument is invalid (only the rank that passes this argument raises the
+                error); or the rank or the world size has changed since the first training call.
+            UserError: the method cannot use a reference model or a teacher, the options require one of them and the
+                call lacks its features, or the number of teachers does not match `distill.temperature`.
 
         Example:
             import torch
@@ -316,10 +318,12 @@ class ContrastiveLoss(nn.Module):
                 option `distill` contains the settings. Stored features receive no gradient.
 
         Raises:
-            ValueError: with `validate=True`, on all ranks, if any rank's arguments are invalid, or ranks differ in
-                training mode, in the dtype of the features or in the stored features' number or width.
+            ValueError: with `validate=True` and without `pending`, on all ranks, any rank's arguments are invalid, or
+                ranks differ in training mode, in the dtype of the features or in the stored features' number or width;
+                or the rank or the world size has changed since the first training call.
             UserError: fewer than two rows of the global batch are valid, the method cannot use a reference model or a
-                teacher, or the options require one of them and the call lacks its features.
+                teacher, the options require one of them and the call lacks its features, or the number of teachers does
+                not match `distill.temperature`.
             RuntimeError: activation checkpointing repeats the call, which would update the loss's state twice;
                 `pending` is not the batch of the last `begin`, its features are incomplete, or another optional
                 argument is passed with it; or `begin` was called in a different mode, for a different number of rows,
@@ -332,7 +336,7 @@ class ContrastiveLoss(nn.Module):
         self._pending = None  # an exception below abandons the batch
         training = self._is_training
         if training and torch._C._current_graph_task_id() >= 0:  # in a backward pass; no public function reports this
-            raise RuntimeError("A backward pass repeats the loss: call the loss outside of activation checkpointing.")
+            raise RuntimeError("A backward pass called the loss again: call it outside of activation checkpointing.")
         # an argument that is not a tensor is reported below, on all ranks
         device = image_features.device if isinstance(image_features, Tensor) else self._communicator.device
         device_type = device.type
@@ -394,7 +398,7 @@ class ContrastiveLoss(nn.Module):
         if self._undo is None:
             raise RuntimeError(
                 "There is no training call to revert: build ContrastiveLoss with undo=True or a scaler, and call "
-                "undo() only once after a training call."
+                "undo() only once after each training call."
             )
         self._undo.restore()
         self._undo = None
@@ -435,7 +439,8 @@ class ContrastiveLoss(nn.Module):
             (2, b) estimates for images and texts, -inf where the method has no estimate yet.
 
         Raises:
-            UserError: the method, such as SigLIP, has no normalizers.
+            UserError: the method, such as SigLIP, has no normalizers; the method cannot use a reference model; or the
+                options require one and the call lacks its features.
         """
         if index is None:
             index = torch.full((len(image_features),), self._samples, device="cpu")
@@ -488,6 +493,12 @@ class ContrastiveLoss(nn.Module):
             scale: factor by which all gradients are multiplied, or the `GradScaler` that provides it; by default, the
                 loss's `scaler` if it has one, otherwise 1. Pass the scaler rather than the result of its `get_scale()`,
                 which does not initialize the scaler.
+
+        Returns:
+            A context manager that yields a `TwoPass`; call its methods as in the example.
+
+        Raises:
+            RuntimeError: a call of one of these methods is missing, extra or out of order.
 
         Example:
             import torch
@@ -554,9 +565,9 @@ class ContrastiveLoss(nn.Module):
         """Read the state that `save` wrote; the number of ranks may differ.
 
         Raises:
-            UserError: the folder is incomplete, or was saved with a different `method`, `dim`, `samples` or option.
-                Only `chunk_size`, `comm_dtype`, `npn.replicas`, `reference_model` and the options under `distill` may
-                differ.
+            UserError: the folder is incomplete or cannot be read, or was saved with a different `method`, `dim`,
+                `samples` or option. Only `chunk_size`, `comm_dtype`, `npn.replicas`, `reference_model` and the options
+                under `distill` may differ.
         """
         folder = Path(folder)
         if not (folder / INDEX).is_file():
@@ -584,7 +595,10 @@ class ContrastiveLoss(nn.Module):
         return {**self._metadata(), "rank": ranks.rank, "world_size": ranks.world_size, **_state_of(self.function)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Restore this rank's state from a `state_dict()` saved by the same rank with the same world size."""
+        """Restore this rank's state from a `state_dict()` saved by the same rank with the same world size.
+
+        Raises `UserError` if the rank, the world size, or a setting that `load` compares differs.
+        """
         self._prepare_to_load(state, "The state_dict")
         ranks = self._communicator
         if (state["rank"], state["world_size"]) != (ranks.rank, ranks.world_size):
@@ -779,7 +793,10 @@ class ContrastiveLoss(nn.Module):
         return Position(step=step, epoch=step // length, progress=progress, lr=self.lr, peak_lr=self._peak_lr)
 
     def _move(self, device: torch.device, dtype: torch.dtype, keep: bool) -> None:
-        """Rebuild the loss if the device, dtype, rank or world size has changed; if `keep`, preserve trained state."""
+        """Rebuild the loss if the device, dtype, rank or world size has changed; if `keep`, preserve trained state.
+
+        Raises `ValueError` if trained state cannot be preserved because the rank or the world size has changed.
+        """
         before = self._communicator
         ranks = self._given_communicator
         if ranks is None:
@@ -872,7 +889,7 @@ def _validated(options: dict[str, Any], name: str) -> ObjectiveConfig:
                 problems.append(f"unknown option {option}")
             else:
                 problems.append(f"{option}: {message}" if option else message)
-        raise UserError(f"The options of {name} are wrong: {'; '.join(problems)}") from error
+        raise UserError(f"The options of {name} are invalid: {'; '.join(problems)}") from error
 
 
 def _state_of(function: LossFunction) -> dict[str, Any]:

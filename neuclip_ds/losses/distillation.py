@@ -5,7 +5,7 @@ This is open_clip's `DistillClipLoss`. The softmaxes of T teachers are averaged,
     q1_ij = 1/T sum_t softmax_j(z^t_ij/tau_t),   p1_ij = softmax_j(s_ij/tau)                 (image anchors i, texts j)
     D     = -1/2 1/B sum_i [ sum_j q1_ij log p1_ij + sum_j q2_ij log p2_ij ]                 (q2, p2: text anchors)
 
-where z^t_ij are the similarities of teacher t, and j = i is included. The loss is
+where z^t_ij are the similarities of teacher t, and j = i is included. With L as the method's loss, the total loss is
 
     contrastive_weight L + weight D
 
@@ -67,7 +67,9 @@ class _Logits:
 
 
 def distill(batch: GatheredFeatures, tau: Tensor, config: DistillConfig, columns: int | None) -> Distillation:
-    """Return the distillation of a batch from the teachers whose stored features the batch contains.
+    """Return the distillation D of a batch and its derivatives, for the teachers whose features the batch contains.
+
+    Raises `UserError` if the number of teachers does not match the temperatures in `config`.
 
     Args:
         batch: the gathered features.

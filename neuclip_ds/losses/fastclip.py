@@ -5,8 +5,8 @@ sample i:
 
     u_i <- (1 - gamma) u_i + gamma g_i,   w_i = 1/(eps + u_i)                             (FastCLIP eq. 1)
 
-u_i is initialized to g_i. The functions below build the methods, and their docstrings give the losses. The methods
-differ in the temperature and in the schedule of gamma; the options are in fastclip_options.py.
+The first batch that contains sample i sets u_i to g_i. The functions below build the methods, and their docstrings give
+the losses. The methods differ in the temperature and in the schedule of gamma; the options are in fastclip_options.py.
 
 With `reference=released_code`, the methods follow FastCLIP's code in three respects. Losses with a constant or
 individual temperature have no leading tau. Individual temperatures use a modified Adam (`IndividualTemperature`). The
@@ -65,7 +65,9 @@ def fastclip_v1(config: ObjectiveConfig, context: LossContext) -> GlobalContrast
 def isogclr(config: ObjectiveConfig, context: LossContext) -> GlobalContrastiveLoss:
     """Build iSogCLR's loss (Qiu et al. 2023; FastCLIP eq. 6-7, 9): a temperature for each sample and direction.
 
-    1/n sum_i [ tau1_i (log(eps + g1_i) + rho) + tau2_i (log(eps + g2_i) + rho) ],   g1_i at tau1_i
+    1/n sum_i [ tau1_i (log(eps + g1_i) + rho) + tau2_i (log(eps + g2_i) + rho) ]
+
+    where g1_i is computed with tau1_i, and g2_i with tau2_i.
     """
     is_released = config.reference == "released_code"
     return GlobalContrastiveLoss(
@@ -103,7 +105,7 @@ def fastclip_v3(config: ObjectiveConfig, context: LossContext) -> GlobalContrast
     tau/n sum_i [ log(eps + g1_i) + log(eps + g2_i) ] + 2 rho tau
 
     By default, Adam learns log(1/tau) at a constant learning rate, which is divided by 3 while tau < 0.03, and gamma
-    falls from 1 to gamma_min along a cosine. rho depends on the dataset, so recipes set it.
+    falls from 1 to gamma_min along a cosine. The best rho depends on the dataset, so recipes set it; its default is 0.
     """
     is_released = config.reference == "released_code"
     return GlobalContrastiveLoss(
@@ -204,6 +206,9 @@ class IndividualTemperature(Temperature):
     With `reference=released_code`, Adam differs from the textbook, as in FastCLIP's code: G is clamped to [-5, 5], bias
     correction uses the epoch instead of the number of visits, and beta_1 = beta_2 = 0 in epoch 0, so that each step in
     this epoch follows the sign of G.
+
+    Raises `UserError` if the options set a schedule or an optimizer that only a global temperature supports, or if the
+    initial temperature is unknown or out of bounds.
     """
 
     needs_index = True

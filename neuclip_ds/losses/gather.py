@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from neuclip_ds.losses.base import Position
 
 BeginReads = Callable[[Tensor], Mapping[str, Pending]]
-"""Function that starts reading the statistics of the samples with these (K b,) indices; see `Stateful.begin_reads`."""
+"""Function that starts reading the statistics of samples, given their (K b,) indices; see `Stateful.begin_reads`."""
 
 
 class PendingBatch:
@@ -190,10 +190,10 @@ class PendingBatch:
 
 
 class GatheredFeatures:
-    """Features of the B valid rows of all ranks, in rank order.
+    """Features of the B valid rows of all ranks, in rank order; in a step without a gather, of this rank's valid rows.
 
     Attributes:
-        image, text: (B, d) features of the whole batch.
+        image, text: (B, d) features of these rows.
         index: (B,) int64 global sample indices, in host memory.
         local: slice of this rank's rows among the B rows.
         padded_index: (K b,) indices in host memory, -1 for invalid rows.

@@ -5,12 +5,12 @@ All methods but SigLIP share the feature gradient of
     L = scale/B sum_i [ w1_i g1_i + w2_i g2_i ],   g1_i = 1/(B-1) sum_{j != i} exp(l(s_ij - s_ii)/tau),   g2_i with s_ji
 
 with w and the scale held constant (pairs.py); an estimator may add another term to this gradient
-(`NormalizerOutput.feature_grad`). The methods differ in the estimator of the normalizers, whose inverses
-are the weights w_i, in the rule for tau, in the scale and in the pair loss l. Each estimator is in the file of its
-paper.
+(`NormalizerOutput.feature_grad`). The weights w_i are the inverses of the normalizers. The methods differ in the
+estimator of the normalizers, in the rule for tau, in the scale and in the pair loss l. Each estimator is in the file of
+its method or paper.
 
-`objective.temperature.rule` selects one of two rules for learning the single temperature of a loss whose normalizers
-are predicted. The rules also differ in eps and in the scale of the loss (`GlobalTemperatureRule`).
+`objective.temperature.rule` selects one of two rules by which `neuclip` and `neuclip_queue` learn their single
+temperature. The rules also differ in eps and in the scale of the loss (`GlobalTemperatureRule`).
 
 `robust` is RGCL-g (FastCLIP eq. 10, NeuCLIP eq. 12): tau is learned by minimizing (tau times the loss) + 2 rho tau.
 
@@ -88,13 +88,13 @@ class NormalizerOutput:
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     """Name -> 0-dim value, equal on all ranks."""
     feature_grad: tuple[Tensor, Tensor] | None = None
-    """(local, d) for images and for texts, without the method's scale."""
+    """Additional (local, d) gradients for images and for texts, without the method's scale; None if there are none."""
     local_metrics: Mapping[str, Tensor] = field(default_factory=dict)
     """Name -> (2, local) values; their mean over all anchors is logged."""
 
 
 class NormalizerEstimator(Stateful):
-    """Base class of the estimators of the normalizers."""
+    """Base class of normalizer estimators."""
 
     allows_reference = False
     """Whether the estimate stays correct when a reference model's similarities are subtracted. It does if the estimator
@@ -262,7 +262,7 @@ class GlobalContrastiveLoss(LossFunction):
         )
 
     def log_normalizers(self, batch: GatheredFeatures) -> tuple[Tensor, Tensor]:
-        """Return the current estimates of the normalizers of a batch's anchors, without changing any state.
+        """Return the current estimates of log g and the temperatures of a batch's anchors, without changing any state.
 
         Returns:
             Two (2, local) tensors: log of the estimated g (-inf where there is no estimate yet), and tau.

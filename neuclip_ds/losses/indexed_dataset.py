@@ -67,11 +67,11 @@ def add_index(samples: Iterable[dict[str, Any]], starts: Mapping[str, int]) -> I
         starts: mapping from each shard's URL to the index of its first sample; the shards' index ranges must not
             overlap.
 
-    Raises:
-        KeyError: a shard is not in `starts`.
-
     Returns:
-        The samples, each with the int `__index__`.
+        An iterator over the samples, each with the int `__index__`.
+
+    Raises:
+        KeyError: while iterating, a shard is not in `starts`.
 
     Example:
         from functools import partial

@@ -47,7 +47,10 @@ def method_sections() -> list[str]:
 
 
 def reads_option(method: Method, option: str) -> bool:
-    """Return whether a method reads a dotted option, such as `objective.npn.lr`; true outside `objective`."""
+    """Return whether a method reads a dotted option, such as `objective.npn.lr`.
+
+    The result is True for all options outside `objective`.
+    """
     parts = option.split(".")
     if parts[0] != "objective":
         return True

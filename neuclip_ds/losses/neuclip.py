@@ -205,7 +205,10 @@ class NpnEstimator(NetworkEstimator):
     def __call__(
         self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, position: Position, training: bool
     ) -> NormalizerOutput:
-        """Take one step of Algorithm 1 or, with `order=joint`, of Algorithm 3, which updates the prototypes last."""
+        """Predict the normalizers; if `training`, take one step of Algorithm 1 or, with `order=joint`, Algorithm 3.
+
+        Algorithm 1 updates the prototypes before the prediction, and Algorithm 3 updates them afterward.
+        """
         log_target = log_eps_plus(batch.gather(log_g, "normalizer"), self._eps)  # log(eps + g), (2, B)
         fills_queue = batch.size >= self._config.prototypes
         if training and fills_queue:
@@ -480,7 +483,7 @@ class NpnEstimator(NetworkEstimator):
 
 
 def _gradients(prediction: _Prediction, weighted_anchors: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield dJ/dW_k for one block of prototypes of both directions at a time.
+    """Yield, block by block, a range of prototypes and their gradients dJ/dW_k in both directions.
 
     Row i of `weighted_anchors`, (2, B, d), is r_i p_ik e_i / (B share_ik).
     """

@@ -41,7 +41,7 @@ class NpnConfig(Section):
     order=joint. NeuCLIP searched values from 0 to 1 and uses 0; optimizer=scaled has no weight decay."""
     alpha_grad: Literal["full", "positive", "stop"] = "full"
     """Part of the gradient of alpha, the predicted log normalizer, that the encoders and tau receive: all of it
-    (`full`, NeuCLIP eq. 12), only the part along the `positive`, or none (`stop`)."""
+    (`full`, NeuCLIP eq. 12), only the part from the similarity of the positive pair (`positive`), or none (`stop`)."""
     objective: Literal["unified", "separate"] = "unified"
     """Objective of the network: the loss itself, or (alpha - log(eps + g))^2 (ablation)."""
     replicas: int | None = Field(None, ge=1)

@@ -23,7 +23,7 @@ training, the entries lie behind them, and the h_i have a large common part that
 drift then accelerates, and the towers collapse. Without this part, the entries only move anchors relative to each
 other.
 
-The total weight of the batch's negatives is g_i/((1 + kappa) exp(alpha_i)), at most 1. Each rank has a
+The total weight of the batch's negatives is g_i/((1 + kappa) exp(alpha_i)), which is at most 1. Each rank has a
 bit-identical copy of the queue and computes the terms of its local anchors; one all-reduce of 2 d values sums the h_i.
 
 With a reference model, whose similarities are r, z_ik = (s_ik - s_ii - r_ik + r_ii)/tau. Anchors and entries include
@@ -56,7 +56,8 @@ def neuclip_queue(config: ObjectiveConfig, context: LossContext) -> GlobalContra
 
     1/2n sum_i sum_{1, 2} alpha_i + log(n-1),   eps = 1/(n-1)
 
-    With `temperature.rule=robust`, the scale is tau, eps is `objective.eps`, and 2 rho tau is added.
+    With `temperature.rule=robust`, the scale is tau instead of 1/2, eps is `objective.eps`, and 2 rho tau replaces
+    log(n-1).
     """
     rule = GlobalTemperatureRule.of(config, context)
     return GlobalContrastiveLoss(

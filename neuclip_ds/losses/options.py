@@ -24,7 +24,7 @@ from neuclip_ds.losses.tuneclip_options import HingeConfig
 from neuclip_ds.section import Section, merge
 
 PREFIX = "prefix"
-"""Start of the names of the metrics and the state of a prefix of the embedding, such as `prefix64/tau`."""
+"""Start of the names of the metrics and state that belong to a prefix of the embedding, such as `prefix64/tau`."""
 
 
 class TemperatureConfig(Section):
@@ -102,7 +102,7 @@ class DistillConfig(Section):
         if len(temperatures) != teachers:
             raise UserError(
                 f"objective.distill.temperature lists {len(temperatures)} values for {counted(teachers, 'teacher')}: "
-                "pass one value for each, or a single number."
+                "pass one value for each teacher, or a single number."
             )
         return temperatures
 
@@ -145,7 +145,10 @@ class ObjectiveConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _over_the_methods_defaults(cls, tree: Any) -> Any:
-        """Reject options that the method does not read, and use the method's defaults for options that are not set."""
+        """Reject other methods' options, and use the method's defaults for options that are not set.
+
+        Most shared options that the method does not read, such as `temperature.rho`, are ignored.
+        """
         if not isinstance(tree, dict):
             return tree
         method = method_of(tree)
@@ -195,7 +198,7 @@ class ObjectiveConfig(Section):
 
     @property
     def needs_epochs(self) -> bool:
-        """Whether the method depends on the number of steps in an epoch or in the run."""
+        """Whether the loss with these options depends on the number of steps in an epoch or in the run."""
         method = find_method(self.method)
         if "epoch_steps" in method.sections and self.epoch_steps is None:
             return True

@@ -279,7 +279,7 @@ class PairGrid:
         return rows, columns
 
     def positive_pairs(self, x: Tensor, block: Block) -> Tensor:
-        """Return a view of the elements of a block where the anchor and the partner are the same sample."""
+        """Return the block's positive pairs as a view of x, which has the block's shape; the view may be empty."""
         if block.local_columns is None:
             return x.new_empty(0)
         return x.diagonal(offset=block.rows.start - block.local_columns.start)
@@ -574,7 +574,7 @@ def _weights(
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function with torch.compile for tensors of any size; if that fails, call the function directly.
 
-    The function must leave its arguments unchanged.
+    The function must leave its arguments unchanged, because it is called with them again after a failure.
     """
     current = torch.compile(function, dynamic=True)
 

@@ -30,9 +30,9 @@ def register_loss(name: str, builder: LossBuilder, options: type[Section] | None
         options: subclass of `neuclip_ds.Section` with the loss's options; the builder reads them as `config.NAME`.
 
     Raises:
-        UserError: the name is not a usable Python identifier, or already belongs to a method of the package or an
-            option; the builder cannot be called; or `options` is not a subclass of `Section` or contains an option
-            without a valid default.
+        UserError: the name is not a Python identifier that begins with a letter, is a Python keyword, or already
+            belongs to a method of the package or an option; the builder cannot be called; or `options` is not a
+            subclass of `Section` or contains an option without a valid default.
 
     Example:
         import neuclip_ds

@@ -72,7 +72,7 @@ dalpha_i/dtau."""
 
 
 class NetworkEstimator(NormalizerEstimator):
-    """Base class of the estimators w_i = exp(-alpha_i) with a network that predicts alpha_i, as in neuclip.py.
+    """Base class of estimators whose network predicts alpha_i, where w_i = exp(-alpha_i) as in neuclip.py.
 
     Args:
         config: the options of the loss.
@@ -133,7 +133,12 @@ def fit_metrics(alpha: Tensor, log_target: Tensor) -> dict[str, Tensor]:
 
 
 def batch_output(log_target: Tensor, local_log_target: Tensor) -> NormalizerOutput:
-    """Return the output before the first fit: alpha_i = log(eps + g_i) for all 2B anchors and for the local anchors."""
+    """Return the output before the first fit, with log(eps + g_i) in place of alpha_i.
+
+    Args:
+        log_target: (2, B) log(eps + g_i) of all anchors.
+        local_log_target: (2, local) log(eps + g_i) of this rank's anchors.
+    """
     return NormalizerOutput(
         log_weight=-log_target,
         value=local_log_target,

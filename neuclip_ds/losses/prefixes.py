@@ -35,7 +35,7 @@ _SMALLEST_NORM = 1e-12  # as in torch's `normalize`
 def build_function(build: LossBuilder, config: ObjectiveConfig, context: LossContext) -> LossFunction:
     """Build a loss with `build`, and the loss of each prefix in `objective.prefixes`.
 
-    Raises UserError if a prefix is not shorter than the features.
+    Raises `UserError` if a prefix is not shorter than the features.
     """
     function = build(config, context)
     if not config.prefixes:

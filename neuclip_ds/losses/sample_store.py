@@ -27,7 +27,8 @@ class SampleStore:
         fields: name -> initial value (`-inf` for a logarithm that has no value yet).
         communicator: communicator between the ranks over which rows are partitioned.
         dtype: dtype of the rows.
-        max_device_bytes: size of the largest table to keep on a device; larger tables are in pinned host memory.
+        max_device_bytes: largest size of a rank's rows, in bytes, that is kept on a GPU (default: 2 GiB); larger
+            tables are kept in pinned host memory.
     """
 
     def __init__(

@@ -23,7 +23,10 @@ from neuclip_ds.losses.temperature import LearnableTemperature
 
 
 def siglip(config: ObjectiveConfig, context: LossContext) -> "SigmoidLoss":
-    """Build SigLIP's loss; raise `UserError` if the temperature or the bias at step 0 is unknown."""
+    """Build SigLIP's loss.
+
+    Raises `UserError` if the temperature or the bias at step 0 is unknown, or if the temperature is out of bounds.
+    """
     bias = context.bias if config.siglip.bias is None else config.siglip.bias
     if bias is None:
         raise UserError(

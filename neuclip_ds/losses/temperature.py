@@ -49,7 +49,8 @@ class TemperatureSignal:
     grad_theta: Tensor
     """0-dim: d loss / d log(1/tau), for losses whose scale does not depend on tau."""
     local_mean_logit: Tensor
-    """(2, local) mean logits with individual temperatures; with one tau, this rank's 0-dim contribution."""
+    """(2, local) mean logits with individual temperatures; with one tau, this rank's 0-dim contribution to their sum
+    over all 2B anchors."""
     local_tau_term: Tensor
     """(2, local): tau terms."""
     distillation: DistillationSignal | None = None
@@ -67,7 +68,8 @@ class Temperature(Stateful):
 
     Args:
         config: the options of the loss.
-        rho_weight: factor on the configured rho, for each anchor and direction; 0 if the loss has no rho.
+        rho_weight: factor on the configured rho: 1 for a loss with 2 rho tau (rho tau for each direction), 0 for a loss
+            without rho.
     """
 
     def __init__(self, config: ObjectiveConfig, rho_weight: float = 0.0) -> None:
@@ -80,7 +82,7 @@ class Temperature(Stateful):
         raise NotImplementedError
 
     def rho(self, position: Position) -> float:
-        """Return the margin rho at a step; the loss has a term rho tau for each anchor and direction.
+        """Return rho at a step, multiplied by `rho_weight`, so that the loss contains rho tau for each direction.
 
         If the configured rho is a list, each entry applies to an equal fraction of the run (AmorLIP's annealing).
         """

@@ -1,8 +1,8 @@
 """TuneCLIP's losses for fine-tuning a checkpoint (arXiv 2601.09859), with or without a hinge.
 
-If `recovery.epochs` is set, `training/recovery.py` recovers the optimizer's moments and u (OSR, TuneCLIP's first stage)
-before training. u is the moving average of fastclip.py; by default, the temperature keeps the checkpoint's value. A sum
-over negatives is divided by B instead of B - 1.
+If `recovery.epochs` is above 0, `training/recovery.py` recovers the optimizer's moments and u (OSR, TuneCLIP's first
+stage) before training. u is the moving average of fastclip.py. The temperature is constant; by default, it is the
+checkpoint's. A sum over negatives is divided by B instead of B - 1.
 """
 
 from neuclip_ds.losses.base import LossContext
@@ -23,8 +23,8 @@ def gcl(config: ObjectiveConfig, context: LossContext) -> GlobalContrastiveLoss:
 
 
 def tuneclip(config: ObjectiveConfig, context: LossContext) -> GlobalContrastiveLoss:
-    """Build the hinged loss (HGCL, eq. 8).
+    """Build the loss with the hinge (HGCL, eq. 8).
 
-    The loss of gcl with g1_i = 1/B sum_{j != i} exp(l(s_ij - s_ii)/tau),   l(x) = max(x + margin, 0)^2
+    It is the loss of `gcl` with g1_i = 1/B sum_{j != i} exp(l(s_ij - s_ii)/tau),   l(x) = max(x + margin, 0)^2
     """
     return constant_temperature_loss(config, context, Hinge(config.hinge.margin))

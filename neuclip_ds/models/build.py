@@ -64,7 +64,7 @@ def apply_common_options(model: DualEncoder, config: ModelConfig) -> DualEncoder
     compute_class_token_only(model.vision, config.vision.class_token_only)
     if config.text.packed is True and model.text.pack is None:
         raise UserError(
-            "model.text.packed=true needs a causal text tower that reads its feature at one token, without dropout; "
+            "model.text.packed=true needs a causal text tower that pools at one token and has no attention dropout; "
             f"{type(model.text.trunk).__name__} needs padded captions: omit model.text.packed."
         )
     model.text.packed = config.text.packed
@@ -81,7 +81,10 @@ def apply_common_options(model: DualEncoder, config: ModelConfig) -> DualEncoder
 
 
 def add_configured_adapters(model: DualEncoder, config: ModelConfig) -> None:
-    """Add LoRA adapters to the towers with frozen blocks, in place; raise UserError if no tower can have any."""
+    """Add LoRA adapters in place, except to towers with `trainable` all or projection.
+
+    Raises UserError if peft is not installed or the other towers have no blocks with frozen linear layers.
+    """
     adapted = [name for name in TOWERS if config.trained(name) not in ("all", "projection")]
     add_adapters({name: model.get_submodule(name) for name in adapted}, config.lora)
 

@@ -4,9 +4,9 @@ The feature of such a tower is the class token after the last block. In that blo
 values, but their queries, attention outputs and MLP do not reach the feature. Omitting them changes nothing in exact
 arithmetic, except that dropout inside the last block draws different masks. A ViT-B/16 needs 7% fewer operations.
 
-This module covers timm's `VisionTransformer` (also inside open_clip's models), transformers' CLIP and MetaCLIP 2, and
-open_clip's `VisionTransformer`. It does not cover models that pool all tokens (SigLIP, average pooling) or other
-architectures.
+The supported models are timm's `VisionTransformer` (also inside open_clip's models), transformers' CLIP and MetaCLIP 2,
+and open_clip's `VisionTransformer`. Models that pool all tokens (SigLIP, average pooling) and other architectures are
+not supported.
 
 Only the tower's forward method omits the other tokens. Code that calls the trunk itself, for example timm's
 `forward_features`, gets all tokens.
@@ -37,7 +37,7 @@ def compute_class_token_only(tower: nn.Module, option: Literal["auto"] | bool) -
         option: `model.vision.class_token_only`: on CPUs (`auto`), on all devices (true), or never (false).
 
     Raises:
-        UserError: the option is true, but this module does not cover the tower.
+        UserError: the option is true, but the tower is not supported.
     """
     if option is False:
         return
@@ -95,7 +95,7 @@ def _only_class_token(function: BlockFunction, whole_block: Forward, only_on_cpu
 
 
 def _last_block(model: Any) -> tuple[nn.Module, BlockFunction] | None:
-    """Return a model's last block and its function for the class token; None if the model is not covered."""
+    """Return a model's last block and the function that computes only its class token; None if not supported."""
     if type(model) is VisionTransformer:
         last = model.blocks[-1]
         pools_class_token = model.global_pool == "token" and model.attn_pool is None

@@ -44,7 +44,7 @@ def resolve_compilation(
 
 
 class Compiler:
-    """Compiles functions with torch.compile at their first call. If that fails once, all of them run uncompiled.
+    """Compiles functions with torch.compile at their first call; once a compiled call fails, all run uncompiled.
 
     A copied or unpickled compiler has not compiled anything yet.
     """
@@ -57,13 +57,13 @@ class Compiler:
         return Compiler, ()
 
     def compiled(self, function: Callable[..., Any], dynamic: bool | None = None) -> Callable[..., Any]:
-        """Return a function that runs `function` compiled; calls with equal arguments return the same function.
+        """Return the compiled version of `function`; equal arguments give the same version.
 
         Args:
             function: the function; a module among its arguments may differ from call to call. Graphs are shared between
                 modules of the same structure.
             dynamic: as in `torch.compile`: true compiles for all sizes from the start; None does so only after a size
-                has changed, which takes a second compilation.
+                has changed, with a second compilation.
         """
         key = (function, dynamic)
         if key not in self._compiled:

@@ -144,8 +144,8 @@ def clip_to_open_clip(model: LibraryModel) -> LibraryModel:
     """Convert transformers' CLIPModel or MetaClip2Model to open_clip.
 
     Raises:
-        UserError: the model is a SiglipModel, its towers do not share one activation (GELU or quick GELU), or its
-            images are resized to more pixels than they are cropped to.
+        UserError: the model is a SiglipModel, its towers do not use the same activation (GELU or quick GELU), or its
+            preprocessing resizes images to more pixels than it crops them to.
     """
     clip_config = model.config
     if clip_config["model_type"] not in ("clip", "metaclip_2"):
@@ -303,7 +303,7 @@ def write_library_model(model: LibraryModel | TrainedTowers, library: str, folde
         _write_towers(model, library, folder)
     elif library == SENTENCE_TRANSFORMERS:
         raise UserError(
-            f"A model of {model.library} cannot be converted to sentence-transformers; export it with "
+            f"A pretrained {model.library} model cannot be converted to sentence-transformers; export it with "
             f"--format={model.library}."
         )
     elif library == model.library == "transformers":
@@ -317,7 +317,7 @@ def write_library_model(model: LibraryModel | TrainedTowers, library: str, folde
 
 
 def _write_towers(towers: TrainedTowers, library: str, folder: Path) -> None:
-    """Write a model that was built from the config, as a CLIP model if it is one and the library has CLIP models."""
+    """Write a model that was built from the config; for transformers and open_clip, as a CLIP model if it is one."""
     if library == SENTENCE_TRANSFORMERS:
         write_sentence_transformers(towers, folder)
         return

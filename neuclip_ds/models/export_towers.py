@@ -59,8 +59,8 @@ def write_vision_text_model(towers: TrainedTowers, folder: Path) -> None:
     """Write a VisionTextDualEncoderModel, its image processor and its tokenizer to a folder.
 
     Raises:
-        UserError: a projection is not linear or is part of the attention pooling, or the text feature is neither that
-            of CLIP's text transformer with an EOS id other than 2 nor the first token of an encoder with BERT's pooler.
+        UserError: a projection is not linear or is part of the attention pooling; CLIP's text transformer has EOS id 2;
+            or another text encoder does not pool at its first token or has no BERT pooler.
     """
     _require_linear_heads(towers, "VisionTextDualEncoderModel")
     if _attention_pool(towers) is not None:
@@ -99,7 +99,10 @@ def write_vision_text_model(towers: TrainedTowers, folder: Path) -> None:
 
 
 def _text_with_pooler(towers: TrainedTowers) -> tuple[PreTrainedConfig, dict[str, Tensor]]:
-    """Return the text tower's config for transformers, and the weights of BERT's pooler, if it is used."""
+    """Return the text tower's config for transformers, and the weights of BERT's pooler (none for CLIP's transformer).
+
+    Raises UserError if VisionTextDualEncoderModel cannot express the pooling.
+    """
     tower = towers.model.text
     config = _text_config(towers)
     if not isinstance(tower, PretrainedTextTower):
@@ -199,7 +202,10 @@ def to_open_clip(
 
 
 def _open_clip_image(towers: TrainedTowers) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return open_clip's `vision_cfg` for timm's model, and the image tower's tensors under open_clip's names."""
+    """Return open_clip's `vision_cfg` for timm's model, and the image tower's tensors under open_clip's names.
+
+    Raises UserError if open_clip cannot express the tower.
+    """
     vision = towers.config.vision
     size = towers.preprocessing.size
     timm_names = names_by_image_size(vision.name)
@@ -226,7 +232,10 @@ def _open_clip_image(towers: TrainedTowers) -> tuple[dict[str, Any], dict[str, T
 
 
 def _open_clip_mlp(towers: TrainedTowers) -> dict[str, Tensor]:
-    """Return the image tower's MLP in open_clip's form, padded with zeros to 2 embed_dim hidden units and a bias."""
+    """Return the image tower's MLP in open_clip's form, padded with zeros to 2 embed_dim hidden units and a bias.
+
+    Raises UserError if the MLP has more than 2 embed_dim hidden units.
+    """
     first = towers.weights["vision.projection.0.weight"]
     second = towers.weights["vision.projection.2.weight"]
     hidden = 2 * towers.config.embed_dim
@@ -244,7 +253,10 @@ def _open_clip_mlp(towers: TrainedTowers) -> dict[str, Tensor]:
 
 
 def _open_clip_text_encoder(towers: TrainedTowers) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return open_clip's `text_cfg` for a transformers encoder, and the encoder's tensors under open_clip's names."""
+    """Return open_clip's `text_cfg` for a transformers encoder, and the encoder's tensors under open_clip's names.
+
+    Raises UserError if open_clip cannot express the encoder, its pooling or its tokenizer's padding.
+    """
     tower: Any = towers.model.text
     config = _text_config(towers)
     name = towers.config.text.pretrained
@@ -391,7 +403,7 @@ def _between(feature: str) -> dict[str, str]:
 
 
 def _pooling_mode(towers: TrainedTowers) -> str:
-    """Return sentence-transformers' name for the pooling; `lasttoken` also pools at EOS, which ends each caption."""
+    """Return sentence-transformers' name for the pooling; for EOS, `lasttoken`, because EOS ends each caption."""
     tower = towers.model.text
     if isinstance(tower, PretrainedTextTower) and tower.pooling in ("cls", "mean"):
         return tower.pooling
@@ -402,7 +414,10 @@ def _pooling_mode(towers: TrainedTowers) -> str:
 
 
 def _save_tokenizer(towers: TrainedTowers, folder: Path) -> None:
-    """Save a tokenizer that returns the attention mask, and ends captions with EOS if they are pooled there."""
+    """Save the tokenizer so that it returns attention masks and, if the text tower pools at EOS, ends captions with it.
+
+    Raises UserError if it cannot be made to end captions with EOS.
+    """
     tokenizer = _tokenizer_of(towers)
     text = towers.model.text
     if not isinstance(text, PretrainedTextTower) or text.pooling == "eos":

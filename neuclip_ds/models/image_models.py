@@ -32,8 +32,7 @@ def new_vision_tower(config: VisionConfig, embed_dim: int, weights: Mapping[str,
         weights: initial weights, trained at any image resolution; random by default.
 
     Raises:
-        UserError: timm lacks the model or rejects its options, the image size or the weights do not fit the model, or
-            the config asks for an MLP although the model has its own projection.
+        UserError: as in `pretrained_trunk`, or the config asks for an MLP although the model has its own projection.
     """
     width = _checked_width(config)
     mean, std = config.statistics()
@@ -55,7 +54,8 @@ def pretrained_trunk(config: VisionConfig, weights: Mapping[str, Tensor]) -> nn.
     """Build a timm model without a classifier, and load weights that may have been trained at another resolution.
 
     Raises:
-        UserError: timm lacks the model or rejects its options, or the image size or the weights do not fit the model.
+        UserError: timm lacks the model or rejects its options, the image size or the weights do not fit the model, or
+            the model returns no pooled feature or has 0-dimensional parameters, which DeepSpeed does not support.
     """
     _checked_width(config)
     trunk: nn.Module = _create_with_weights(config, weights)
@@ -164,8 +164,8 @@ def _check_size(size: int, model: Any) -> None:
     reduction = model.feature_info[-1]["reduction"] if getattr(model, "feature_info", None) else 1
     if size < reduction:
         raise UserError(
-            f"An image size of {size} pixels {_OPTION_OF_SIZE} is smaller than the {reduction} pixels that the model "
-            f"reduces to one position; use {reduction} or more."
+            f"An image size of {size} pixels {_OPTION_OF_SIZE} is smaller than the model's stride of {reduction} "
+            f"pixels; use {reduction} or more."
         )
     if isinstance(getattr(model, "patch_embed", None), PatchEmbed):
         check_patches(size, model.patch_embed.patch_size[0])
@@ -211,7 +211,7 @@ def names_by_image_size(name: str) -> dict[int, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageWeights:
-    """Location and preprocessing of an image tower's weights; its `asdict` can be sent to other ranks as JSON."""
+    """Location of an image tower's weights, and its preprocessing; can be sent to other ranks (with `asdict`)."""
 
     path: str  # the weights file
     mean: Channels  # per channel, of the pixels that the weights were trained on
@@ -229,7 +229,8 @@ def locate_image_weights(vision: VisionConfig, setting: str = "", file_setting: 
             model.vision.pretrained=FILE.
 
     Raises:
-        UserError: no weights have the configured name, or the weights cannot be downloaded.
+        UserError: `vision.pretrained` is neither a file nor a tag of the timm model, or the weights cannot be
+            downloaded.
     """
     pretrained_cfg = timm.get_pretrained_cfg(_weights_name(vision))
     path = Path(vision.pretrained).expanduser()
@@ -251,7 +252,7 @@ def locate_image_weights(vision: VisionConfig, setting: str = "", file_setting: 
 def _download(vision: VisionConfig, pretrained_cfg: Any, setting: str, file_setting: str) -> Path:
     """Download the weights that a timm tag names, and return the file's path.
 
-    `pretrained_cfg` is timm's config of the weights, or None if timm has none. The settings are as in
+    `pretrained_cfg` is timm's config of the weights, or None if timm has none. The settings and errors are as in
     `locate_image_weights`.
     """
     tagged = _weights_name(vision)

@@ -1,10 +1,10 @@
 """Packed captions: text towers run on the tokens of a batch without padding.
 
-A causal text tower that reads its feature at one token needs no token after it. Its captions are therefore cut after
-that token and concatenated: all linear layers and norms run on the N remaining tokens, attention runs within each
-caption, and the last layer computes queries and everything after them only for the tokens that are pooled. Features and
-gradients equal the results for padded captions, up to rounding. Bidirectional towers (SigLIP, BERT) keep padded
-captions, because their tokens also attend to later tokens, and SigLIP's even to padding.
+A causal text tower that pools at one token does not need the tokens after it. Captions are therefore cut after that
+token and concatenated: all linear layers and norms run on the N remaining tokens, attention runs within each caption,
+and the last layer computes queries and everything after them only for the tokens that are pooled. Features and
+gradients equal those for padded captions, up to rounding. Bidirectional towers (SigLIP, BERT) keep padded captions,
+because their tokens also attend to later tokens, and SigLIP's even to padding.
 
 To let a trunk take packed captions, this module replaces the forward methods of some of the trunk's modules. The
 modules, parameters and hooks stay the same, so ZeRO 3, LoRA, activation checkpointing and checkpoints work as with
@@ -68,7 +68,8 @@ class PackedCaptions:
         """Raise ValueError if the captions were padded to more tokens than a tower has positions."""
         if self.context_length > count:
             raise ValueError(
-                f"captions have {self.context_length} tokens, but the text tower has positions for {count}"
+                f"captions are padded to {self.context_length} tokens, but the text tower has only {count} positions; "
+                f"use a tokenizer with a context length of at most {count}"
             )
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> "PackedCaptions":

@@ -39,7 +39,10 @@ def checkpointed_blocks(tower: nn.Module, name: str, activation_checkpointing: b
 
 
 def checkpoint_activations(tower: nn.Module, name: str, activation_checkpointing: bool | int) -> None:
-    """Enable activation checkpointing in place for the blocks in `checkpointed_blocks`; parameters keep their names."""
+    """Enable activation checkpointing, in place, for the blocks that `checkpointed_blocks` names.
+
+    Parameters keep their names. The arguments and errors are those of `checkpointed_blocks`.
+    """
     for block_name in checkpointed_blocks(tower, name, activation_checkpointing):
         replace_forward(tower.get_submodule(block_name), _checkpointed)
 

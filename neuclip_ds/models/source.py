@@ -263,9 +263,12 @@ def open_resized(
 
     Args:
         config: the model config.
-        folder: as in `open_saved`.
+        folder: folder that `ModelSource.save` wrote.
         architecture: model config of the run that wrote the folder, required if that run did not start from a
             checkpoint and `config` belongs to another run.
+
+    Raises:
+        UserError: files are missing or unusable, or do not support the image size or the context length.
     """
     start = read_json(folder / START_FILE)
     logits = LogitParameters(**start["logits"])

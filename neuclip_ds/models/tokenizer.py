@@ -46,7 +46,7 @@ class ModelTokenizer(Protocol):
 
 
 class CaptionTokenizer:
-    """Picklable wrapper of a transformers tokenizer that adds special tokens and pads captions to a fixed length.
+    """Picklable wrapper of a transformers tokenizer that pads or truncates captions to a fixed number of tokens.
 
     Captions are padded and truncated on the right, whichever side the tokenizer's config names, because the text towers
     expect this.
@@ -131,8 +131,7 @@ class CaptionTokenizer:
     def load(cls, name_or_folder: Path | str, context_length: int) -> CaptionTokenizer:
         """Load a tokenizer from a folder or the hub; its output is BOS (if it has one), the caption, EOS and padding.
 
-        The text tower pools at the first EOS. Raises `UserError` if the tokenizer cannot be loaded or has neither an
-        EOS nor a SEP token.
+        The text tower pools at the first EOS. Raises `UserError` if the tokenizer cannot be loaded, and as in `closed`.
         """
         return cls.closed(load_tokenizer(name_or_folder), context_length)
 
@@ -140,14 +139,15 @@ class CaptionTokenizer:
     def closed(cls, tokenizer: PreTrainedTokenizerBase, context_length: int) -> CaptionTokenizer:
         """Wrap a tokenizer so that it returns BOS (if it has one), the caption, EOS and padding.
 
-        This does not depend on the special tokens that the tokenizer adds by default. Raises `UserError` if the
-        tokenizer has neither an EOS nor a SEP token.
+        A fast tokenizer that adds other special tokens is changed in place. Raises `UserError` if a slow one adds other
+        special tokens, if the tokenizer has neither an EOS nor a SEP token, or if its config has `clean_captions` and
+        ftfy is not installed.
         """
         closed = cls(tokenizer, context_length)
         if closed.eos_id is None:
             raise UserError(
                 f"Tokenizer {tokenizer.name_or_path!r} has neither an EOS nor a SEP token, at which the text tower "
-                "reads its feature; add `eos_token` to its tokenizer_config.json, or choose a tokenizer with EOS."
+                "could pool; add `eos_token` to its tokenizer_config.json, or choose a tokenizer with EOS."
             )
         start_ids = [] if closed.bos_id is None else [closed.bos_id]
         caption_ids = tokenizer("a", add_special_tokens=False)["input_ids"]
@@ -155,7 +155,7 @@ class CaptionTokenizer:
             if not tokenizer.is_fast:
                 raise UserError(
                     f"Tokenizer {tokenizer.name_or_path!r} ({type(tokenizer).__name__}) cannot be made to end captions "
-                    "with EOS, at which the text tower reads its feature; choose one that has a tokenizer.json."
+                    "with EOS, the token at which the text tower pools; choose one that has a tokenizer.json."
                 )
             special_ids = [*start_ids, closed.eos_id]
             names = tokenizer.convert_ids_to_tokens(special_ids)
@@ -185,8 +185,8 @@ def clean_caption(caption: str) -> str:
 def make_readable_by_transformers_4(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Edit a saved tokenizer's tokenizer_config.json so that transformers 4 returns the same ids as transformers 5.
 
-    A fast tokenizer of a class that only transformers 5 reads as intended becomes a PreTrainedTokenizerFast, which uses
-    tokenizer.json as it is in both versions.
+    If only transformers 5 loads a fast tokenizer's class as intended, the config names PreTrainedTokenizerFast instead,
+    which uses tokenizer.json unchanged in both versions.
     """
     path = folder / _CONFIG_FILE
     config = json.loads(path.read_text(encoding="utf-8"))
@@ -229,7 +229,7 @@ def load_tokenizer(name_or_folder: Path | str, vocab_size: int | None = None) ->
 
 
 def _apply_lower_case(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make a fast tokenizer lower-case captions if its config has `do_lower_case`, which GemmaTokenizer ignores.
+    """Make a fast tokenizer lower-case captions if its config sets `do_lower_case`, which GemmaTokenizer ignores.
 
     SigLIP 2 was trained on lower-cased captions, and its published tokenizer is a GemmaTokenizer with that option.
     """

@@ -27,7 +27,7 @@ class Encoder(nn.Module, ABC):
         projection: maps the trunk's feature to the joint embedding space; None if the trunk does so itself.
 
     Attributes:
-        projection_dropout: dropout on the projection's inputs in training.
+        projection_dropout: dropout rate on the projection's inputs in training.
     """
 
     projection_dropout = 0.0

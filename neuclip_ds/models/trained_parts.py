@@ -56,10 +56,11 @@ def freeze(model: nn.Module, config: ModelConfig) -> None:
 
     Args:
         model: model with the towers `vision` and `text`.
+        config: model config with the two options.
 
     Raises:
-        UserError: a tower has fewer blocks than its option requests, or no list of blocks to count; or its option is
-            `projection`, but it has no separate projection.
+        UserError: an option is a number of blocks, but its tower has fewer blocks or no list of blocks; or an option is
+            `projection`, but its tower has no separate projection.
     """
     for name in TOWERS:
         tower = model.get_submodule(name)
@@ -118,10 +119,14 @@ def lock_projection(tower: nn.Module, name: str) -> None:
 
 
 def learning_rate_scales(model: nn.Module, config: OptimizerConfig) -> dict[str, float]:
-    """Return learning-rate factors by parameter name; the factor of a parameter that is not listed is 1.
+    """Return the factors by which to multiply `optimizer.lr`, by parameter name; 1 for parameters that are not listed.
 
     Args:
         model: module, with the towers `vision` and `text` if the config sets per-tower learning rates or a layer decay.
+        config: optimizer config.
+
+    Raises:
+        UserError: the config sets a layer decay, but a tower with trained parameters has no list of blocks.
     """
     scales: dict[str, float] = {}
     tower_rates = {"vision": config.vision_lr, "text": config.text_lr}
@@ -198,6 +203,7 @@ def add_adapters(towers: Mapping[str, nn.Module], config: LoraConfig) -> None:
 
     Args:
         towers: the towers by name; load weights and freeze layers before the call.
+        config: rank, scale and dropout of the adapters.
 
     Raises:
         UserError: peft is not installed, or no tower has blocks with frozen linear layers.

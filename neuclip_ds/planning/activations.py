@@ -61,7 +61,7 @@ def count_activations(
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count the bytes of storages that operations allocate on one type of device, until the storages are freed.
+    """Counts the bytes of storages that operations allocate on one type of device, until the storages are freed.
 
     Attributes:
         now: bytes of the storages that exist now.

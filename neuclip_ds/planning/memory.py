@@ -100,7 +100,7 @@ class MemoryQuery:
 
     config: Config
     world_size: int
-    samples: int = 0  # n of the dataset, 0 if unknown
+    samples: int = 0  # number of samples in the dataset, or 0 if unknown
     device: str = "cuda"  # or `cpu`
     stored_widths: Mapping[str, int] = field(default_factory=dict)  # width of each model's stored features, by name
 
@@ -120,7 +120,7 @@ class MemoryQuery:
 
     @property
     def image_size(self) -> int:
-        """Side of the square input image, in pixels."""
+        """Side length of the square input image, in pixels."""
         return self.source.preprocessing.size
 
     @cached_property
@@ -133,7 +133,7 @@ class MemoryQuery:
 
     @cached_property
     def trunk_widths(self) -> dict[str, int]:
-        """Widths of the stored outputs of frozen trunks that a batch contains, keyed by the name of their option."""
+        """Widths of the frozen trunks whose outputs are stored, keyed by option (`image_features`, `text_features`)."""
         folders = tower_folders(self.config.data)
         if not folders:
             return {}
@@ -142,7 +142,7 @@ class MemoryQuery:
 
     @property
     def pair_bytes(self) -> int:
-        """Bytes of a pair in a batch: of its pixels and tokens, or of the stored outputs of trunks in float32."""
+        """Bytes that a pair takes in a batch: its pixels and tokens, or stored outputs of trunks in float32."""
         widths = self.trunk_widths
         pixels = 4 * widths[IMAGE] if IMAGE in widths else 3 * self.image_size**2
         tokens = 4 * widths[TEXT] if TEXT in widths else 8 * self.tokenizer.context_length
@@ -331,8 +331,8 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
 def smallest_that_fits(query: MemoryQuery, towers: Towers, gigabytes: float) -> tuple[str, MemoryAccount] | None:
     """Return the name and the estimate of the first config in ds_configs/ that fits; None if none fits.
 
-    Only configs with the run's precision are tried, first in the order of their ZeRO stages, and then with offload.
-    `gigabytes` is the memory of a GPU.
+    Only configs with the run's precision are tried: first those without offload, in the order of their ZeRO stages, and
+    then those with offload. `gigabytes` is the memory of a GPU, in GB.
     """
     kind = precision(load_engine_config(query.config, query.world_size))
     names = [f"zero{stage}_{kind}" for stage in range(4)]
@@ -349,7 +349,7 @@ def smallest_that_fits(query: MemoryQuery, towers: Towers, gigabytes: float) -> 
 
 
 def _inputs(query: MemoryQuery) -> int:
-    """Return the bytes of pairs: two micro-batches on a GPU (one is prefetched), or one batch on a CPU."""
+    """Return the bytes of the input pairs: two micro-batches on a GPU (one is prefetched), or one batch on a CPU."""
     rows = 2 * query.micro_batch if query.device == "cuda" else query.rank_batch
     return rows * query.pair_bytes
 

@@ -90,7 +90,10 @@ def find_launches(events: Sequence[Event]) -> list[Launch]:
     launches = [_launch(event) for event in events if event.category == "cpu_op" and event.name.startswith("c10d::")]
     unmatched = _match_gloo(launches, events) + _match_nccl(launches, events)
     if unmatched:
-        log.warning("the profile omits %s without a launch in the trace", counted(unmatched, "collective"))
+        log.warning(
+            "the trace contains no launch for %s, so the communication times in the profile are too low",
+            counted(unmatched, "collective"),
+        )
     return launches
 
 

@@ -1,8 +1,8 @@
 """Training steps in a Chrome trace from `torch.profiler`: computation, and every collective with its purpose.
 
-Computation is the time spent in ATen operators on a CPU, and in kernels other than NCCL kernels on a GPU. The purpose
-of a collective is that of the `Communicator` call that launched it. DeepSpeed launches all other collectives: their
-purposes are inferred from the operation and the phase of the step.
+Computation is the time spent in operators on a CPU (ATen's, for example), and on a GPU in all kernels except NCCL's, in
+memsets, and in copies within the GPU. The purpose of a collective is that of the `Communicator` call that launched
+it. DeepSpeed launches all other collectives: their purposes are inferred from the operation and the phase of the step.
 """
 
 import gzip

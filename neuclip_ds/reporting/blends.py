@@ -46,7 +46,7 @@ class BlendScores:
     fraction: float  # 0 is the start, 1 the result
     target: float | None
     others: float | None  # mean of the other tasks' known scores
-    scores: dict[str, float | None]  # main metric of every task, by key
+    scores: dict[str, float | None]  # value of each task's main metric, by key
 
     @classmethod
     def of(cls, fraction: float, target: str, scores: Mapping[str, float | None]) -> "BlendScores":
@@ -84,7 +84,11 @@ class Blends:
         return cls(**fields)
 
     def rows(self) -> Iterator[list[str]]:
-        """Yield the rows of a table of scores in percent: a column for each blend, and a row for each task."""
+        """Yield the rows of a table of scores in percent, with a column for each blend.
+
+        After the header, there is a row for the target task, one for the mean of the other tasks if there are several,
+        and one for each of them.
+        """
         target = self.tasks[self.target]
         others = {key: task for key, task in self.tasks.items() if key != self.target}
         yield ["blend", *(f"{blend.fraction:g}" for blend in self.blends)]

@@ -2,7 +2,8 @@
 
     {"step": 1234, "rank": 0, "kind": "loss_spike", "message": "...", "indices": [17, 4711, ...]}
 
-Steps are numbered from 1, as in metrics.jsonl; `message` is the logged text; `indices` lists the samples involved.
+Steps are numbered from 1, as in metrics.jsonl; 0 means before the first step. `message` is the logged text, and
+`indices` lists the samples involved.
 """
 
 import json

@@ -43,7 +43,7 @@ class MetricsLog:
 
     `write` hands a line to the operating system before it returns, so a killed run loses at most the line that it was
     writing. Steps after `resume_step` are dropped, because the resumed run writes them again; None drops all steps.
-    A failure of `write` is only logged.
+    The constructor raises OSError if the files cannot be created; a failure of `write` is only logged.
     """
 
     def __init__(self, folder: Path, resume_step: int | None = None) -> None:

@@ -1,8 +1,8 @@
 """Write reports as single HTML files.
 
-A run's report.html contains the run's scores, example retrievals, plots, events, launches, last metric values, config
-and environment. A comparison of several runs contains their scores, the options that differ, and plots with a curve per
-run.
+A run's report.html contains the run's scores (also those of its blends), example retrievals, plots, events, launches,
+last metric values, environment and config. A comparison of several runs contains their scores, the options that differ,
+and plots with a curve per run.
 """
 
 import fnmatch
@@ -137,7 +137,7 @@ def _read_config(run: Path) -> dict[str, Any]:
 
 
 def _environment(run: Path) -> Iterator[str]:
-    """Yield a table of the environment of a run's last launch, if its file is intact."""
+    """Yield a table of the environment of a run's last launch, if environment.json is intact."""
     try:
         environment = dict(json.loads((run / "environment.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -152,7 +152,7 @@ def run_names(runs: Sequence[Path]) -> list[str]:
     """
     folders = [run.resolve() for run in runs]
     if len(set(folders)) < len(folders):
-        raise UserError(f"{', '.join(map(str, runs))}: pass each run once.")
+        raise UserError(f"A run is listed twice ({', '.join(map(str, runs))}); pass each run once.")
     parts = 1
     names = [folder.name for folder in folders]
     while len(set(names)) < len(names):
@@ -194,7 +194,10 @@ def _duration(launches: list[Launch], run: Path) -> str:
 
 
 def _with_end(launches: list[Launch], run: Path) -> list[Launch]:
-    """Return a run's launches; a last one without an end, which is running or was killed, ends at its last metrics."""
+    """Return a run's launches, with an estimated end of the last one if it is running or was killed.
+
+    The estimate is the time at which metrics.jsonl was last written.
+    """
     *earlier, last = launches
     if last.end is None:
         written = datetime.fromtimestamp((run / "metrics.jsonl").stat().st_mtime, timezone.utc)
@@ -371,7 +374,7 @@ def _natural_order(name: str) -> str:
 
 
 def _curve(name: str, steps: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
-    """Return a curve of about `_MAX_POINTS` points for page.js, with None in place of values that are not finite."""
+    """Return a curve of up to about 1,000 points for page.js, with None in place of values that are not finite."""
     shown: Sequence[int] = range(len(values))
     if len(values) > _MAX_POINTS:
         # keep the first and the last point, and the extremes of equal sections

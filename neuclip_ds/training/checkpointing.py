@@ -17,8 +17,9 @@ _MAX_FAILURES = 3  # consecutive failed saves that end the run
 class SaveCheckpoints(Hook):
     """Saves a checkpoint every `run.checkpoint_every` steps, after the last step, and before a requested stop.
 
-    If a save fails, training continues until the next save. Three consecutive failures, or a failure of the last save,
-    end the run with a `UserError`.
+    If the step at which a checkpoint is due is skipped, the checkpoint is saved after the next step that is applied. If
+    a save fails, training continues until the next save. Three consecutive failures, or a failure of the last save, end
+    the run with a `UserError`.
     """
 
     def __init__(self) -> None:
@@ -34,7 +35,11 @@ class SaveCheckpoints(Hook):
             self.save(loop, is_last)
 
     def save(self, loop: Loop, is_last: bool = False) -> None:
-        """Save now; raise `UserError` if the save fails and is the last save or the third consecutive failure."""
+        """Save a checkpoint now; if that fails, record an event and let training continue.
+
+        Raises `UserError` instead if the save that failed is the last one or the third in a row, and `TrainingDiverged`
+        if replicated state differs between ranks.
+        """
         loop.events.merge(loop.context.communicator.gather_objects)
         self._last_attempt = loop.done
         try:

@@ -29,7 +29,8 @@ _NOT_ARCHITECTURE: Any = {
 def check_config(config: Config, world_size: int) -> None:
     """Raise `UserError` for mistakes in a config that can be found without the data, the model or other ranks.
 
-    These are invalid batch sizes, DeepSpeed configs and options of stored features.
+    These are invalid batch sizes, DeepSpeed configs and options of stored features. A version of DeepSpeed other than
+    the tested one also raises `UserError`.
     """
     config.micro_batch(world_size)
     check_engine_config(load_engine_config(config, world_size), config.deepspeed)
@@ -38,7 +39,7 @@ def check_config(config: Config, world_size: int) -> None:
 
 
 def _check_stored_features(config: Config) -> None:
-    """Raise `UserError` if options of a reference model, distillation or prefixes have no effect or conflict."""
+    """Raise `UserError` if options of a reference model, teacher or prefixes have no effect or conflict with others."""
     objective = config.objective
     distill = objective.distill
     changed = [
@@ -63,7 +64,7 @@ def _check_stored_features(config: Config) -> None:
     if distill.features is not None and distill.contrastive_weight == 0:
         raise UserError(
             "objective.reference_model has no effect with objective.distill.contrastive_weight=0, because the "
-            "reference is part of the method's loss: omit objective.reference_model, or set "
+            "reference changes only the method's loss, whose weight is then 0: omit objective.reference_model, or set "
             "objective.distill.contrastive_weight above 0."
         )
     if config.recovery.epochs and config.recovery.loss == "hgcl":
@@ -73,7 +74,7 @@ def _check_stored_features(config: Config) -> None:
 
 
 def check_tables(tables: Mapping[str, FeatureTable]) -> None:
-    """Raise `UserError` if the features of a reference model or teacher do not give image-text similarities."""
+    """Raise `UserError` if image-text similarities cannot be computed from a reference's or teacher's features."""
     for table in loss_tables(tables).values():
         contents = {"images": table.image_width, "texts": table.text_width}
         missing = [name for name, width in contents.items() if width is None]
@@ -87,7 +88,8 @@ def check_tables(tables: Mapping[str, FeatureTable]) -> None:
             continue
         raise UserError(
             f"{table.folder} contains {problem}, but a reference model or a teacher needs the similarities of images "
-            "and texts: run neuclip-ds embed on the training data with a model of both, without --output=trunk."
+            "and texts: run neuclip-ds embed on the training data, with a model that encodes both and without "
+            "--output=trunk."
         )
 
 
@@ -192,7 +194,7 @@ def _stored_features(objective: ObjectiveConfig) -> Fingerprint:
 
 
 def _architecture(model: ModelConfig) -> Fingerprint:
-    """Return the trained parts, the adapters and the architecture, without file names.
+    """Return the options that determine the architecture, its trained parts and its adapters, without file names.
 
     With `model.pretrained`, the architecture consists only of the sizes that the config sets.
     """

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 def wait_for_requests_of_all(communicator: Communicator, done: int) -> None:
     """Wait, without a collective, until all ranks have requested a stop after step `done`.
 
-    Raises `UserError` after 5 minutes, because the other ranks must then have continued training, and wait for this
-    rank in a collective.
+    Raises `UserError` after 5 minutes, because the other ranks must then have continued training, and are waiting for
+    this rank in a collective.
     """
     name = f"stops after step {done}"
     requests = communicator.count(name)
@@ -48,10 +48,10 @@ def is_log_step(loop: Loop) -> bool:
 class WriteRecords(Hook):
     """Writes metrics, events and bad samples, and ends the run if too many samples are bad or a stop signal arrives.
 
-    Metrics are written every `run.log_every` steps, with the throughput and the fractions of time spent waiting for
-    batches and in collectives. At these steps, one exchange informs all ranks of the other ranks' bad samples and stop
-    signals; if any rank has received a signal, or a hook has requested a stop on any rank, all ranks stop after the
-    same step, with a checkpoint.
+    Metrics are written every `run.log_every` steps, with the throughput, the fraction of time spent waiting for batches
+    and, on several ranks, the fraction spent in collectives. At these steps, one exchange informs all ranks of the
+    other ranks' bad samples and stop signals; if any rank has received a signal, or a hook has requested a stop on any
+    rank, all ranks stop after the same step, with a checkpoint.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,8 @@ class WriteRecords(Hook):
     def open(self, loop: Loop) -> None:
         """Open the files, which only rank 0 writes, and drop the records of steps after the current step.
 
-        The loop calls this before hooks start, because they may write metrics and events.
+        The loop calls this before hooks start, because they may write metrics and events. Raises `UserError` on all
+        ranks if a file cannot be opened.
         """
         communicator = loop.context.communicator
         max_bad_fraction = loop.context.config.data.max_bad_fraction
@@ -109,7 +110,10 @@ class WriteRecords(Hook):
         self._begin_interval(loop)
 
     def _exchange(self, loop: Loop) -> None:
-        """Merge the bad samples of all ranks, and stop the loop if any rank received a signal or requested a stop."""
+        """Merge the bad samples of all ranks, and stop the loop if any rank received a signal or requested a stop.
+
+        Raises `UserError` on all ranks if too many samples are bad.
+        """
         local = (self._bad_samples.take_new(), take_signal(), loop.stop_requested)
         gathered = loop.context.communicator.gather_objects(local)
         self._bad_samples.merge([new for new, _, _ in gathered])

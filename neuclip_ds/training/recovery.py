@@ -50,7 +50,7 @@ def keeps_u(method: str) -> bool:
 
 
 def recovered_objective(config: Config) -> ObjectiveConfig:
-    """Return the options of the loss that the recovery uses: `recovery.loss` at a fixed temperature."""
+    """Return the options of the recovery's loss: `recovery.loss`, or its default, at a fixed temperature."""
     objective = config.objective
     loss = config.recovery.loss
     if loss is None:
@@ -155,9 +155,10 @@ def gamma_epoch_offset(config: Config) -> int:
 
 
 def find_reused(context: RunContext) -> Path:
-    """Return the checkpoint that `recovery.reuse` names, or the named run's newest (recovery checkpoints first).
+    """Return the checkpoint that `recovery.reuse` names or, if it names a run, the newest one of the run's recovery.
 
-    All ranks call this together. Raises `UserError` if there is no checkpoint, or if it is damaged.
+    If the run has no recovery checkpoints, its newest training checkpoint is returned. All ranks call this together.
+    Raises `UserError` if there is no checkpoint, or if it is damaged.
     """
     path = context.config.recovery.reuse
     assert path is not None

@@ -14,7 +14,7 @@ from neuclip_ds.losses.base import LossFunction
 _SHOWN_NAMES = 3  # names of tensors in a message
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size in bytes
 _ODD_FACTOR = 0x1E3779B97F4A7C15  # twice this number fits into int64
-_CHUNK = 2**22  # elements per chunk, whose two int64 tensors take 64 MB
+_CHUNK = 2**22  # elements per chunk, whose two int64 tensors take 64 MiB
 
 
 def compare_replicas(step: int, engine: Engine, loss: LossFunction, communicator: Communicator) -> None:

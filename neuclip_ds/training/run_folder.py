@@ -65,7 +65,7 @@ def move_staged_files(staged: Path, folder: Path, config: Config) -> Changes:
     """Move a launch's staged files into the run's folder, and write the config; called on one rank.
 
     Returns the options that differ from the previous launch; an empty mapping if there was no previous launch or its
-    config is damaged.
+    config is damaged. Raises `UserError` if the folder cannot be written.
     """
     text = dump(config)
     before = None
@@ -87,7 +87,7 @@ def move_staged_files(staged: Path, folder: Path, config: Config) -> Changes:
 
 
 def write_complete(folder: Path, step: int) -> None:
-    """Record that a run is complete and how many steps it took."""
+    """Record that a run is complete and how many steps it took; raise `UserError` if the file cannot be written."""
     with explain_disk(folder), atomic_write(folder / COMPLETE) as temporary:
         temporary.write_text(json.dumps({"step": step}), encoding="utf-8")
 

@@ -93,7 +93,10 @@ def _check_is_run(folder: Path) -> None:
 
 
 def _acquire(handle: int, path: Path) -> None:
-    """Acquire the kernel lock and record this process in the file; wait briefly for a process that is exiting."""
+    """Acquire the kernel lock and record this process in the file; wait up to 5 s for a process that is exiting.
+
+    Raises `UserError` if another process still holds the lock, or if the file cannot be written.
+    """
     deadline = time.monotonic() + _EXIT_TIMEOUT
     while True:
         try:

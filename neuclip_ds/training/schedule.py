@@ -10,7 +10,7 @@ _RUN_PER_COOLDOWN = 5  # the default cooldown is a fifth of the run
 
 
 def run_length(order: BatchOrder, epochs: float, max_steps: int | None = None) -> int:
-    """Return the number of steps after which training ends: `max_steps` if it is set, else the steps of all epochs."""
+    """Return the number of steps in a run: `max_steps` or, by default, the steps of `epochs` epochs (at least one)."""
     return max_steps or max(round(epochs * order.steps_per_epoch), 1)
 
 

@@ -18,7 +18,7 @@ from neuclip_ds.losses.stored_features import REFERENCE
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutcome:
-    """Result of one global batch, equal on all ranks."""
+    """Result of training on one global batch; equal on all ranks."""
 
     loss: float
     """Loss of the global batch."""
@@ -29,7 +29,7 @@ class StepOutcome:
     applied: bool
     """False if the step was skipped and left all state unchanged."""
     not_finite: list[int]
-    """Indices of samples on all ranks with non-finite features, if the step was skipped."""
+    """Indices of the samples with non-finite features, on any rank; empty if the step was applied."""
 
 
 def train_step(

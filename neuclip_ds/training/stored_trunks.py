@@ -33,7 +33,7 @@ def check_frozen_trunks(config: Config) -> None:
             raise UserError(
                 f"data.{table} contains the outputs of a frozen trunk, but model.lora.rank={config.model.lora.rank} "
                 f"adds adapters to it: set model.{tower}.trainable=projection to adapt only the other tower, or omit "
-                "one of these two options."
+                f"data.{table} or model.lora.rank."
             )
     if IMAGE in folders and config.model.vision.patch_drop:
         raise UserError(
@@ -73,7 +73,7 @@ def check_trunks(
         if not is_same_output(stored, trunk_output(tower, sample)):
             raise UserError(
                 f"{table.folder} contains outputs of {table.embedding['model']}, which uses the weights of the {kind} "
-                "tower, but computes other features with them: give the tower the options of that model, such as "
+                "tower, but computes different features with them: give the tower the options of that model, such as "
                 f"model.vision.options, or {_FIX}"
             )
 
@@ -81,7 +81,7 @@ def check_trunks(
 def check_trunk_outputs(
     tables: Mapping[str, FeatureTable], model: DualEncoder, preprocessing: Preprocessing, tokenizer: ModelTokenizer
 ) -> None:
-    """Raise `UserError` unless tables fit the model's projections and were computed from the same pixels and tokens.
+    """Raise `UserError` unless the tables fit the model's projections and have the run's preprocessing and pooling.
 
     Args:
         tables: the tables of the run, by name.
@@ -113,7 +113,7 @@ def check_trunk_outputs(
 
 
 def _check_contents(name: str, table: FeatureTable, tower: Encoder) -> None:
-    """Raise `UserError` unless a table contains outputs of a tower's trunk."""
+    """Raise `UserError` unless a table contains trunk outputs of the tower's kind (image or text) and width."""
     kind = CONTENTS[name]
     width = table.image_width if name == IMAGE else table.text_width
     if width is None:

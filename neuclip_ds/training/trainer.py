@@ -345,7 +345,8 @@ def start_encoders(
 
     If the run resumes from the checkpoint `resumed`, the description keeps the checkpoint's hash of the weights that
     the run started from. Returns the engine, the encoders' temperature and bias, and the number of parameters. Raises
-    `UserError` if the stored outputs of frozen trunks come from another model.
+    `UserError` if the model cannot be loaded, if `staged` cannot be written, or if the stored outputs of frozen trunks
+    come from another model.
     """
     torch.manual_seed(config.run.seed)  # the same weights on every rank
     model, logits = source.load(data.tokenizer)
@@ -387,7 +388,7 @@ class StepResult:
     applied: bool
     """False if the step was skipped and left all state unchanged."""
     not_finite: Sequence[int]
-    """Indices of samples on all ranks with non-finite features, if the step was skipped."""
+    """Indices of the samples with non-finite features, on any rank; empty if the step was applied."""
     is_partial_batch: bool
     """Whether the batch is the last of an epoch and under half full; its loss is not comparable to a full batch's."""
     batch: RankBatch
@@ -499,7 +500,8 @@ class Loop:
 
         Runs `hooks` before the standard hooks. With an `evaluator`, evaluates the model and, if the config enables it,
         keeps the moving average of the weights. After a `roll_back`, the loop resumes from the checkpoint, and all
-        hooks start again. Raises `Interrupted` if a signal requested the stop.
+        hooks start again. Raises `Interrupted` if a signal requested the stop, and the errors that hooks, `save` and
+        `roll_back` raise.
         """
         while True:
             try:
@@ -543,7 +545,7 @@ class Loop:
         if newest is None:
             raise TrainingDiverged(f"{problem}, and there is no checkpoint to return to: {advice}")
         if done_before_skips <= self._done_at_rollback:
-            raise TrainingDiverged(f"{problem}, which also happened before the return to {newest.name}: {advice}")
+            raise TrainingDiverged(f"{problem}, which also happened before the last rollback: {advice}")
         self._done_at_rollback = self.done
         raise RollBack(f"{problem}. The run returns to {newest.name}.", newest)
 

@@ -178,7 +178,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_again(
         shutil.copytree(run / "checkpoints" / name, restored / "checkpoints" / name)
         DAMAGES[damage](restored / "checkpoints" / name)
     before = contents(store)
-    with pytest.raises(UserError, match=r"No checkpoint of this run is intact, neither in .* nor in its copy"):
+    with pytest.raises(UserError, match=r"No checkpoint of this run is intact, either in .* or in its copy"):
         restore(config(restored.parent, str(store)), Communicator(), restored)
     assert contents(store) == before
 

@@ -101,6 +101,12 @@ def test_a_path_without_a_checkpoint_is_refused(path: str, tmp_path: Path) -> No
         export_run(tmp_path / path, "transformers", tmp_path / "out")
 
 
+def test_an_incomplete_newest_checkpoint_is_named(tmp_path: Path) -> None:
+    (tmp_path / "runs/a/checkpoints/step_00000007").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"step_00000007, the newest checkpoint of .*/runs/a, is incomplete"):
+        export_run(tmp_path / "runs/a", "transformers", tmp_path / "out")
+
+
 def test_a_folder_in_use_is_refused_before_the_checkpoint_is_read(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/notes.txt").touch()

@@ -49,7 +49,10 @@ MISTAKES |= {
     ("embed", "hf:a/b", ".", "--out=out", "--ema"): "hf:a/b is not a run",
     ("embed", "hf:a/b", ".", "--out=out", "--crops=2"): "hf:a/b encodes no images: omit --crops",
     ("embed", "a/b", ".", "--out=out", "--image-size=96"): "--image-size applies only to image encoders",
-    ("embed", "a/b", ".", "--out=out", "--seed=1"): "--crop-scale and --seed have no effect without --crops",
+    ("embed", "a/b", ".", "--out=out", "--crop-scale=0.5"): "--crop-scale has no effect without --crops",
+    ("embed", "timm:a", ".", "--out=out", "--seed=1"): "--seed has no effect without --crops",
+    ("embed", "a/b", ".", "--out=out", "--all-captions", "--seed=1"): "--seed has no effect without --crops",
+    ("embed", "a/b", ".", "--out=out", "--seed=-1"): "--seed=-1 must be 0 or more",
     ("embed", "a/b", ".", "--out=out", "--crops=2", "--crop-scale=1"): "--crop-scale=1 must be above 0 and below 1",
 }
 # print the help of all commands; make all mistakes; print the heavy libraries that were imported on the way

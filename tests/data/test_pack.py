@@ -265,7 +265,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     command = ["pack", str(tmp_path / "pairs.csv"), str(out)]
     main([*command, "--shard_size=8"])
     printed = capsys.readouterr().out
-    assert f"{out}: 24 of 25 rows as 24 samples in 3 shards." in printed
+    assert f"{out}: packed 24 of 25 rows into 24 samples in 3 shards." in printed
     assert f"1 row could not be used (image cannot be read: 1); {out}/broken.jsonl has the details." in printed
     assert len(list(out.glob("*.tar"))) == 3
     with pytest.raises(SystemExit):
@@ -439,7 +439,7 @@ def test_the_command_fails_if_the_storage_does(
             main(["pack", str(tmp_path / "pairs.csv"), str(tmp_path / "out")])
     assert ended.value.code == 2
     printed = capsys.readouterr()
-    assert "2 of 3 rows as 2 samples" in printed.out
+    assert "2 of 3 rows into 2 samples" in printed.out
     assert f"pack {tmp_path}/out/retry.jsonl to another folder" in printed.err
 
 

@@ -137,6 +137,18 @@ def test_a_folder_that_cannot_be_listed_is_an_error(locked: str, pattern: str) -
             (folder / locked).chmod(0o700)
 
 
+@pytest.mark.parametrize("pattern", ["*.tar", "*/*.tar"])
+def test_a_folder_that_may_be_entered_but_not_listed_is_an_error(pattern: str) -> None:
+    with unprivileged_folder() as folder:
+        shards = write_pairs(folder / "shards", [1])
+        shards.chmod(0o300)
+        try:
+            with pytest.raises(UserError, match=r"cannot be looked up.*Permission denied"):
+                resolve_shards(str(shards / pattern))
+        finally:
+            shards.chmod(0o700)
+
+
 def test_a_byte_order_mark_does_not_belong_to_a_path(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "shards.txt").write_text(f"{folder}/00001.tar\n", encoding="utf-8-sig")
     assert resolve_shards(str(tmp_path / "shards.txt")) == [str(folder / "00001.tar")]

@@ -69,8 +69,12 @@ def test_the_samples_of_a_missing_remote_shard_are_bad_samples(tmp_path: Path) -
 )
 def test_caption_sources_that_no_sample_has_are_found(captions: Any, unused: list[str], tmp_path: Path) -> None:
     pair = {"jpg": jpeg(0), "txt": b"a", "json": b'{"long": "b"}'}
-    manifest = manifest_of(write_pairs(tmp_path, [3, 3], {5: pair}))
+    folder = write_pairs(tmp_path, [3, 3], {5: pair})
+    manifest = manifest_of(folder)
     assert unused_sources(manifest, captions) == unused
+    for tar in folder.glob("*.tar"):
+        tar.unlink()
+    assert unused_sources(manifest, captions) == []
 
 
 def test_a_shard_that_is_missing_on_a_node_is_refused(tmp_path: Path) -> None:

@@ -124,8 +124,8 @@ def test_the_caption_that_is_shown_is_the_one_that_embed_encodes(tmp_path: Path)
 @pytest.mark.parametrize(
     ("model", "changes", "message"),
     [
-        ("another", {}, "are of m, not of another"),
-        ("m", {"ema": True}, "are of the moving average of m"),
+        ("another", {}, "computed with m, not with another"),
+        ("m", {"ema": True}, "computed with the moving average of m"),
         ("m", {"output": "trunk"}, "without --output=trunk"),
         ("m", {"crops": 2, "crop_scale": 0.5}, "without --crops"),
     ],

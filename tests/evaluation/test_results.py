@@ -52,6 +52,12 @@ def test_scores_are_added_after_the_complete_lines_of_an_earlier_start(tmp_path:
 
 def test_scores_of_another_model_and_damaged_files_are_refused(tmp_path: Path) -> None:
     Results(tmp_path, MODEL).add(TASKS.tasks[0], {"main_metric": 0.1})
+    model_path = tmp_path / "model.json"
+    written = model_path.read_text()
+    model_path.write_text(written[:5])
+    with pytest.raises(UserError, match=r"model\.json cannot be read .*choose another --out"):
+        Results(tmp_path, MODEL)
+    model_path.write_text(written)
     with pytest.raises(UserError, match="scores of another model or precision"):
         Results(tmp_path, {**MODEL, "precision": "bfloat16"})
     (tmp_path / FILE).write_text("what\n")

@@ -242,7 +242,7 @@ def test_a_passing_fault_costs_the_steps_since_the_checkpoint_and_a_lasting_one_
     for _, _, (steps, (_, saved, restored), message) in results:
         assert steps == [1, 2, 3, 4, 5, 6, 4, 5, 6]
         assert differing(saved, restored) == []
-        assert "which also happened before the return to step_000000003: lower optimizer.lr" in message
+        assert "which also happened before the last rollback: lower optimizer.lr" in message
     kinds = [event["kind"] for event in records(tmp_path / "lasting" / "run" / "events.jsonl")]
     assert kinds == ["rolled_back", "step_skipped", "step_skipped", "diverged"]
     assert newest_checkpoint(tmp_path / "lasting").name == "step_000000003"

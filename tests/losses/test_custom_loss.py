@@ -145,7 +145,7 @@ def test_options_of_a_registered_loss_are_a_section_of_the_config(plugins: None)
             recipe_config("demo", {"objective.method": "margin", "objective.margin": wrong})
         with pytest.raises(ValidationError):
             Config.model_validate({"objective": {"method": "margin", "margin": wrong}})
-        with pytest.raises(UserError, match=r"options of method margin are wrong: .*margin\.mar"):
+        with pytest.raises(UserError, match=r"options of method margin are invalid: .*margin\.mar"):
             ContrastiveLoss("margin", dim=DIM, margin=wrong)
     with pytest.raises(UserError, match=r"does not use objective\.margin\.margin; these methods do: margin"):
         recipe_config("demo", {"objective.method": "openclip", "objective.margin.margin": 0.3})

@@ -194,7 +194,7 @@ def test_captions_that_are_too_long_are_refused_as_padded_ones_are(name: str) ->
     tower = built(build)
     tokens = captions_of([3], eos_id)
     longer = torch.cat([tokens, tokens], dim=1)
-    with pytest.raises(ValueError, match=f"have {2 * CONTEXT} tokens.*positions for {CONTEXT}"):
+    with pytest.raises(ValueError, match=f"padded to {2 * CONTEXT} tokens.*only {CONTEXT} positions"):
         tower(longer)
 
 

@@ -57,7 +57,7 @@ def test_lengths_of_captions_have_the_requested_mean_or_come_from_a_file(tmp_pat
 def test_shares_need_a_timed_step(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         benchmark_step.parse_arguments(["--parts=shares", "--share-steps=0"])
-    assert "--share-steps: 0 is not a positive integer" in capsys.readouterr().err
+    assert "--share-steps: '0' is not a positive integer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [["--data", "demo:train"], ["--parts", "shares", "--data", "random"]])

@@ -259,7 +259,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
             "model.vision.trainable=projection",
             STORED_IMAGES,
         ],
-        "uses the weights of the image tower, but computes other features .* model.vision.options",
+        "uses the weights of the image tower, but computes different features .* model.vision.options",
     ),
     "other data": ([*HEADS, *STORED, "data.train=other_shards"], "were computed for other data"),
 }

@@ -30,7 +30,7 @@ PEER = "open_clip ClipLoss"  # name of the loss from `clip_loss` in tables
 
 
 def on_ranks(ranks: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Run `work(*arguments)` in each of `ranks` fresh processes; return the results, sent as JSON, by rank."""
+    """Run `work(*arguments)` in each of `ranks` fresh processes; return the results, sent as JSON, in rank order."""
     with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -50,7 +50,10 @@ def _run_rank(rank: int, ranks: int, port: int, folder: str, work: Callable[...,
 
 
 def connect(device: str) -> Communicator:
-    """Join the ranks of `on_ranks`, over gloo on the CPU or over NCCL with one GPU for each rank."""
+    """Initialize this rank's process group, and return its communicator; call this in `on_ranks`.
+
+    The backend is gloo on a CPU, or NCCL with one GPU per rank.
+    """
     backend = "gloo"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -74,7 +77,7 @@ def _prepare() -> None:
 
 
 def in_turns(works: Mapping[str, Callable[[], object]], turns: int, wait: Callable[[], None]) -> dict[str, list[float]]:
-    """Run the functions in `works` interleaved; return each one's seconds in every turn. `wait` is called before each.
+    """Run the functions in `works` interleaved, each after a call of `wait`; return each one's seconds in every turn.
 
     If a GPU is in use, a function's time ends when the GPU has finished.
     """

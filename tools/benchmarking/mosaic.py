@@ -14,7 +14,7 @@ def has_mosaic() -> bool:
     """Return whether MosaicML streaming is installed; if not, print how to install it."""
     if importlib.util.find_spec("streaming") is not None:
         return True
-    print("MosaicML streaming is omitted: it is not installed (make peers).")
+    print("MosaicML streaming is not installed, so it is omitted; to install it, run make peers.")
     return False
 
 

@@ -1,10 +1,11 @@
 """Serve the subfolders of a folder as S3 buckets, with the latency and bandwidth of a distant store.
 
-The server answers the read requests of boto3, s3fs and curl: GET and HEAD of an object, with ranges, and ListObjectsV2,
-all path-style and with any signature. `GET /?counters` returns as JSON the numbers of requests received and of bytes of
-objects sent so far; this request is neither delayed nor counted. The server listens on 127.0.0.1 and ends with its
-parent program.
+The server answers the read requests of boto3, s3fs and curl: GET and HEAD of an object, with ranges, and ListObjectsV2.
+URLs are path-style, and signatures are not checked. `GET /?counters` returns as JSON the numbers of requests received
+and of bytes of objects sent so far; this request is neither delayed nor counted. The server listens on 127.0.0.1 and
+exits when its parent program ends.
 
+Example:
     python tools/benchmarking/object_store.py FOLDER --latency-ms 50 --bandwidth-mb 20
 """
 
@@ -31,7 +32,7 @@ _ISO_DATE = "2026-01-01T00:00:00.000Z"
 
 
 class Counters(NamedTuple):
-    """Numbers of requests that a store has received and of bytes of objects that it has sent."""
+    """Requests that a store has received, and bytes of objects that it has sent."""
 
     requests: int
     bytes: int
@@ -193,7 +194,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _listing(folder: Path, prefix: str, delimiter: str) -> str:
-    """Return the XML of ListObjectsV2 for all keys in one page."""
+    """Return the XML of ListObjectsV2 for all matching keys in one page."""
     sizes = {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
     keys = sorted(key for key in sizes if key.startswith(prefix))
     objects = ""

@@ -36,10 +36,11 @@ class _GatherWithGradient(torch.autograd.Function):
 
 
 class OpenClipReference:
-    """Loss whose feature gradients come from autograd through the gather, with the loss of each rank's rows.
+    """Loss whose feature gradients come from autograd, which differentiates each rank's local loss through the gather.
 
     It implements the part of the interface of `ContrastiveLoss` that a training step uses. The feature gradients are
-    those whose mean over ranks is the gradient of the global loss, as with `reduction="ddp_mean"`.
+    scaled so that the mean over ranks of the weights' gradients is the gradient of the global loss, as with
+    `reduction="ddp_mean"`.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ def _read_lengths(path: Path) -> Tensor:
     try:
         lengths = [int(line) for line in path.read_text(encoding="utf-8").split()]
     except (OSError, ValueError) as error:
-        values = f"`{FULL}`, a mean number of tokens, or a file of one length per line"
+        values = f"`{FULL}`, a mean number of tokens, or a file with one length per line"
         raise UserError(f"--caption-tokens={path} is not {values}: {error}") from error
     if not lengths:
         raise UserError(f"--caption-tokens={path} is an empty file; write one length per line.")

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class StepClock(Hook):
-    """Measures the CPU time of this process between the first step after a launch and the last one."""
+    """Measures the CPU time of this process from the end of a launch's first step to the end of its last step."""
 
     def __init__(self) -> None:
         self.steps = 0

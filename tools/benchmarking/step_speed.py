@@ -67,9 +67,9 @@ def samples_per_second(folder: Path, tag: str, warmup: int, batch: int) -> float
 
 
 def rows_of_table(measured: Sequence[Measured], references: Sequence[str], launches: str) -> list[list[str]]:
-    """Return the head and the rows of the table of speeds, with the ratios of `references` to each program.
+    """Return the header and the rows of the speed table, with the ratios of `references` to each program.
 
-    A ratio is the median over the turns in which both programs ran, on the same input, ranks and pairs.
+    A ratio is the median over the turns in which both programs ran, with the same input, ranks and pairs per rank.
 
     Args:
         measured: the programs.
@@ -104,7 +104,7 @@ def _ratio(reference: Measured, entry: Measured) -> str:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table whose first row is the head."""
+    """Return a Markdown table; the first of `rows` is the header."""
     head, *body = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([head, "|---" * len(rows[0]) + "|", *body])
 

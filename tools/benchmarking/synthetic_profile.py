@@ -1,6 +1,6 @@
 """Synthetic profile: training steps on random pairs, to measure a configuration without data.
 
-Everything from the towers onward is the same as in a run. There is no loader, so steps exclude its time.
+Everything from the towers onward is the same as in a run. There is no loader, so step times exclude loading.
 """
 
 import itertools
@@ -71,7 +71,7 @@ class SyntheticSteps:
         stored_width: width of all stored features, whose folders are then not read.
 
     Attributes:
-        engine: the engine around the towers.
+        engine: the engine, which contains the towers.
         loss: the loss.
         parameters: number of parameters of the towers.
     """
@@ -116,7 +116,7 @@ class SyntheticSteps:
     def _pairs(self, number: int, caption_tokens: str) -> tuple[Tensor, Tensor]:
         """Return noise: this rank's uint8 (b, 3, H, W) pixels and (b, T) ids of global batch `number`.
 
-        Stored outputs of a frozen trunk are (b, width) in float32.
+        If the config stores the outputs of a frozen trunk, they replace the trunk's inputs: (b, width) in float32.
         """
         query = self._query
         rows = query.rank_batch

@@ -5,9 +5,9 @@ of the same size. Random pairs can replace its loader. On CPUs, DistributedDataP
 accepts only GPUs. webdataset 1.0 omits its marks at the ends of shards, which open_clip, written for version 0.2,
 cannot read.
 
-The program runs version 3 and the main branch of June 2026, in which batches are dictionaries. There, the option
---length-bucketing sorts captions by length. In the best case for this option, all captions are sorted, and each batch
-is cut after its longest caption; random captions are prepared in this way.
+The program supports open_clip version 3 and the main branch of June 2026, in which batches are dictionaries. On the
+main branch, the option --length-bucketing sorts captions by length. In the best case for this option, all captions are
+sorted, and each batch is cut after its longest caption; random captions are prepared in this way.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main() -> None:
     environment = read_environment()
     if arguments.random:
         program.get_data = lambda *_, **__: {"train": random_pairs(config, arguments, environment)}
-        program.get_tokenizer = lambda *_, **__: None  # its default tokenizer has other special ids than random tokens
+        program.get_tokenizer = lambda *_, **__: None  # its default tokenizer's special ids differ from random tokens'
     if not torch.cuda.is_available():
         torch.nn.parallel.DistributedDataParallel = _without_device  # type: ignore[misc,assignment]
     loading.tar_file_expander = functools.partial(tar_file_expander, eof_value=None)

@@ -1,7 +1,7 @@
 """Run one rank of this project for tools/benchmark_step.py: train.py, steps on random pairs, or only the loss.
 
 With --objective, the program runs losses without towers (random features in, gradients out) and writes each method's
-seconds on the slowest rank to OUT/seconds.json. On a CPU, it measures CPU time, so that there may be more
+seconds per step on the slowest rank to OUT/seconds.json. On a CPU, it measures CPU time, so that there may be more
 ranks than cores: CPU time excludes waiting for other ranks but includes the transport of features.
 """
 
@@ -80,7 +80,7 @@ def measure_losses(arguments: argparse.Namespace) -> None:
 
 
 def loss_seconds(config: Config, communicator: Communicator, repeats: int) -> float:
-    """Return this rank's median seconds per step of the loss, once NeuCLIP's network predicts."""
+    """Return this rank's median seconds per step of the loss, once prototypes have been drawn or the queue is full."""
     dim = config.model.embed_dim
     comm_dtype = resolve_comm_dtype(config, load_engine_config(config, communicator.world_size))
     samples = EPOCH * config.data.batch_size

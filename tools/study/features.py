@@ -43,7 +43,7 @@ class Pairs(NamedTuple):
     image_of: Tensor  # (n,) int64: the image of each caption
 
     def of_images(self, kept: Tensor) -> "Pairs":
-        """Return the pairs of some images, for a boolean mask over all images."""
+        """Return the pairs of the images that a boolean mask over all images selects."""
         pairs = kept[self.image_of]
         return Pairs(self.image[:, kept], self.text[pairs], (kept.cumsum(0) - 1)[self.image_of[pairs]])
 
@@ -85,7 +85,7 @@ class Splits(NamedTuple):
 
 
 def load_splits(folder: Path, validation: int = VALIDATION) -> Splits:
-    """Return a dataset's features, as written by `cache_features` or `cache_pixels`, standardized.
+    """Load the features that `cache_features` or `cache_pixels` wrote, and standardize them by the training shards.
 
     The last `validation` images of the training shards become the validation split.
     """
@@ -113,7 +113,7 @@ def load_splits(folder: Path, validation: int = VALIDATION) -> Splits:
 
 
 def _load_pairs(path: Path) -> Pairs:
-    with explained(f"{path} cannot be read", f"remove {path.parent}, so that the data are computed again"):
+    with explained(f"{path} cannot be read", f"remove {path.parent} to compute the data again"):
         tensors = load_file(path)
     return Pairs(tensors["image"].float(), tensors["text"].float(), tensors["image_of"])
 

@@ -23,7 +23,7 @@ CURVES = {
 
 
 def draw(records: Mapping[str, Any], stage: str, folder: Path) -> list[Path]:
-    """Draw the curves of a stage's runs and, if two seeds of OpenCLIP ran, the gains over it; return the files written.
+    """Draw the curves of a stage's runs and, with two seeds of OpenCLIP, the gains over it; return the files written.
 
     Raises:
         UserError: the stage has no records, or more settings than there are colors.
@@ -72,7 +72,7 @@ def _paired_recalls(arm: str, rows: Mapping[str, Any]) -> tuple[list[float], lis
 
 
 def _gains(rows_by_batch: Mapping[int, Any], compared: Sequence[str], color: Mapping[str, Any]) -> plt.Figure:
-    """Plot each arm's gain over OpenCLIP at the same batch size, with 95 % intervals."""
+    """Plot each arm's gain over OpenCLIP at the same batch size, with 95% intervals."""
     figure, axes = plt.subplots(figsize=(7, 4))
     for number, arm in enumerate(compared):
         batches = []

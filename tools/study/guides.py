@@ -1,4 +1,4 @@
-"""Runs that guide later runs: their features are the stored features of a reference model or of a teacher.
+"""Saved runs that guide later runs, which use their features as those of a reference model or of a teacher.
 
 A run that is saved writes its heads to a file; a later run loads them and encodes its own pairs, once.
 """
@@ -52,7 +52,7 @@ def save_guide(path: Path, trained: "Trained", run: "Run") -> None:
 
 @torch.no_grad()
 def load_guide(path: Path, pairs: Pairs) -> Guide:
-    """Return the features of pairs that a saved run computes.
+    """Return the features that a saved run computes for pairs.
 
     Raises:
         UserError: the run has not been saved.

@@ -49,8 +49,8 @@ class Run:
     copies_known: bool = False  # the loss receives the index of the pair that was copied, not one for each copy
     fine_tunes: bool = False  # start from a checkpoint of other photographs; see fine_tuning.py
     recovery: float = 0.0  # epochs that recover Adam's moments and u with frozen weights before fine-tuning
-    first: float = 0.0  # the run trains on the images from this fraction of all images
-    last: float = 1.0  # to this one
+    first: float = 0.0  # start of the images that the run trains on, as a fraction of all images
+    last: float = 1.0  # end of these images, as a fraction of all images
     trains_towers: bool = False  # train small towers on pixels and words instead of heads on features; see pixels.py
     recipe: str = ""  # recipe in this folder, with which the trainer trains both towers; see towers.py
     tower_rate: float = 1.0  # the towers' learning rate as a multiple of lr, for pretrained towers
@@ -157,7 +157,7 @@ def train(
     stored = _stored(pairs, run, guides)
     if "teacher" in stored:
         run = _with_teacher(run, stored["teacher"].tau)
-    torch.manual_seed(run.seed)  # the heads of runs with and without a guide start equal
+    torch.manual_seed(run.seed)  # runs with and without a guide start from the same heads
     heads = Heads(pairs, run)
     per_epoch = len(pairs.text) // run.batch
     total = round(run.epochs * per_epoch)

@@ -27,7 +27,7 @@ def scores(heads: "Heads", pairs: Pairs) -> dict[str, float]:
 
 
 def recalls(images: Tensor, texts: Tensor, image_of: Tensor) -> dict[str, float]:
-    """Return the scores of features, (images, d) and (captions, d), for the image of each caption (captions,)."""
+    """Return the scores of (images, d) and (captions, d) features; `image_of` (captions,) is each caption's image."""
     similarity = images @ texts.T
     own = torch.arange(len(images), device=images.device)[:, None] == image_of
     best = similarity.masked_fill(~own, -math.inf).amax(dim=1, keepdim=True)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class OracleLoss(nn.Module):
-    """1/2 mean_i exp(log g_i - sg(alpha_i)) in both directions; its gradient weights negatives by 1/exp(alpha_i).
+    """Mean of exp(log g_i - sg(alpha_i)) over i and both directions; its gradient weights negatives by 1/exp(alpha_i).
 
     sg stops the gradient. g_i is the batch's mean over negatives of exp((s_ij - s_ii)/tau), and G_i is the mean over
     the negatives in all n pairs, with features that are at most `every` steps old. alpha_i is

@@ -56,7 +56,7 @@ _COMPARED = {
     "`amorlip`, released code": ("amorlip, released code",),
     "`siglip`": ("siglip",),
 }
-# head of a column -> situation: a stage, the setting that it varies, and batch sizes
+# column heading -> situation: a stage, the setting that it varies, and batch sizes
 _SITUATIONS = {
     "frozen, B = 8 and 16": ("finals", "", (8, 16)),
     "frozen, B = 32 and 64": ("finals", "", (32, 64)),
@@ -76,7 +76,7 @@ class Result:
     stage: str
     arm: str
     batch: int
-    setting: str  # what a stage varies, such as `epochs=3`
+    setting: str  # options that the stage varies, such as `epochs=3`
     seed: int
     run: Mapping[str, Any]  # fields of Run (loop.py)
     results: Mapping[str, Any]
@@ -165,7 +165,7 @@ def label(arm: str) -> str:
 
 
 def label_on_heads(arm: str) -> str:
-    """Return the label of an arm of the study of heads, with the value of a constant temperature."""
+    """Return an arm's label in the study of heads, with the value of a constant temperature."""
     text = label(arm)
     if "constant tau" in text:
         result = next(result for result in of_stages("finals") if result.arm == arm)
@@ -178,7 +178,7 @@ def mean(seeds: Seeds) -> str:
 
 
 def gain(ours: Seeds, theirs: Seeds) -> str:
-    """Return the mean difference of the recall over the seeds that both have; with three or more, its 95% interval."""
+    """Return the mean difference in recall over the seeds that both have and, with three or more, its 95% interval."""
     shared = sorted(ours.keys() & theirs.keys())
     if not shared:
         return "-"
@@ -362,7 +362,7 @@ def _rho_of(seeds: Seeds) -> str:
 
 def causes() -> str:
     """Recall of variants that test why a loss is worse than others, and their differences from these other losses."""
-    # by stage: what it varies, and the stages and arms with which its arms are compared
+    # by stage: its setting, and the stages and arms with which its arms are compared
     peers = {
         "neuclip_tau": ("", [("finals", "neuclip"), ("finals", "neuclip, constant tau")]),
         "queue_copies": ("copies=0.8", [("map_copies", "fastclip_v3"), ("queue_copies", QUEUE)]),
@@ -466,7 +466,7 @@ def trained_towers() -> str:
 
 
 def pairs_of_trained_towers() -> str:
-    """Differences between two arms with both towers trained: those that the text compares."""
+    """Differences between the pairs of arms that the text compares, with both towers trained."""
     compared = [
         ("neuclip_queue, constant tau", "fastclip_v3"),
         ("neuclip_queue, constant tau", "neuclip"),

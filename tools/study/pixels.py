@@ -16,7 +16,7 @@ from neuclip_ds.files import atomic_write
 from study.features import Pairs, read_samples, shards_of
 
 SIDE = 32  # of an image, in pixels
-RAREST = 10  # occurrences of the rarest word, or two words in a row, that the text tower reads
+RAREST = 10  # smallest number of occurrences of a word, or of two words in a row, that the text tower reads
 UNITS = 256  # of the text tower's hidden layer
 
 
@@ -47,15 +47,16 @@ def cache_pixels(source: str, folder: Path) -> None:
         source: a folder with shards in train/ and val/, or demo:N for N rendered scenes.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if (folder / "test.safetensors").is_file():
+    paths = {split: folder / f"{split}.safetensors" for split in ("train", "test")}
+    if all(path.is_file() for path in paths.values()):
         return
     shards = shards_of(source, folder)
     train_pixels, train_terms = _read(read_samples(shards / "train"))
     counts = Counter(term for terms in train_terms for term in terms)
     vocabulary = sorted(term for term, count in counts.items() if count >= RAREST)
-    _save(folder / "train.safetensors", train_pixels, train_terms, vocabulary)
+    _save(paths["train"], train_pixels, train_terms, vocabulary)
     test_pixels, test_terms = _read(read_samples(shards / "val"))
-    _save(folder / "test.safetensors", test_pixels, test_terms, vocabulary)
+    _save(paths["test"], test_pixels, test_terms, vocabulary)
 
 
 def _read(samples: Iterable[tuple[Image.Image, list[str]]]) -> tuple[Tensor, list[set[str]]]:

@@ -1,4 +1,4 @@
-"""Tables of a study: scores over paired seeds, and differences from OpenCLIP at B and at 32 B with 95 % intervals."""
+"""Tables of a study: mean scores over seeds, and paired differences from OpenCLIP with 95% intervals."""
 
 import json
 import os
@@ -23,7 +23,7 @@ class RunName(NamedTuple):
     stage: str
     arm: str
     batch: int  # of the stage, without the arm's batch_factor
-    setting: str  # what the stage varies, such as `epochs=3/lr=0.001`
+    setting: str  # options that the stage varies, such as `epochs=3/lr=0.001`
     seed: int
 
 
@@ -37,7 +37,7 @@ def parse_name(name: str) -> RunName:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Return the records of a results.jsonl by name; there are none without the file.
+    """Return the records of a results.jsonl by name, or none if the file does not exist.
 
     Raises:
         UserError: a line is not a record.
@@ -78,7 +78,7 @@ def end_last_line(path: Path) -> None:
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of paired differences, and the half width of its 95 % t interval, which is inf for one pair."""
+    """Return the mean of paired differences, and the half width of its 95% t interval, which is inf for one pair."""
     gains = [a - b for a, b in zip(ours, theirs, strict=True)]
     if len(gains) < 2:
         return statistics.mean(gains), inf
@@ -101,7 +101,7 @@ def grouped(records: Mapping[str, Any]) -> Groups:
 
 
 def tables(records: Mapping[str, Any]) -> str:
-    """Return a Markdown table for each stage and batch size; `peer_of` chooses what each setting is compared with."""
+    """Return a Markdown table for each stage and batch size; `peer_of` chooses the peer of each setting."""
     return "\n\n".join(_table(stage, batch, rows) for (stage, batch), rows in sorted(grouped(records).items()))
 
 

@@ -32,7 +32,7 @@ IMAGE_WEIGHTS = "image.safetensors"
 
 
 def prepare_shards(source: str, folder: Path) -> None:
-    """Write FOLDER/train, FOLDER/test and, for scenes, FOLDER/validation, unless they exist.
+    """Write FOLDER/train, FOLDER/test and, for scenes, FOLDER/validation, unless FOLDER exists.
 
     A training sample has one caption, so each pair has its own index. For photographs, FOLDER/image.safetensors
     contains the weights of the image tower.
@@ -62,7 +62,7 @@ def prepare_shards(source: str, folder: Path) -> None:
 
 
 def write_pairs(source: Path, folder: Path) -> None:
-    """Write a shard with one sample for each caption of the first photographs of a folder of shards."""
+    """Write a shard with one sample per caption, for the first photographs in a folder of shards."""
     folder.mkdir()
     number = 0
     with tarfile.open(folder / "00000.tar", "w") as tar:
@@ -80,8 +80,9 @@ def write_pairs(source: Path, folder: Path) -> None:
 def train_towers(shards: Path, split: str, run: Run, name: str) -> dict[str, Any]:
     """Train a model, or resume its training, and return its scores on held-out pairs.
 
-    `seconds` is the CPU time of this process. Each step except the first takes `step_seconds` on average; everything
-    else, such as building the model and scoring it, takes `start_seconds`. The run's folder is removed at the end.
+    In the result, `seconds` is the CPU time of this process. Each step except the first takes `step_seconds` on
+    average; everything else, such as building the model and scoring it, takes `start_seconds`. The run's folder is
+    removed at the end.
 
     Args:
         shards: the folder that `prepare_shards` wrote.

@@ -146,6 +146,9 @@ class ModelSource(ABC):
             tokenizer: the model's tokenizer.
             weights: the model's tensors, named as in the result of `build` without adapters.
             logits: the temperature and the bias.
+
+        Raises:
+            UserError: the library's format cannot express the model.
         """
 
     def save(self, folder: Path, logits: LogitParameters, start_hash: str | None = None) -> None:
@@ -154,7 +157,7 @@ class ModelSource(ABC):
         Args:
             folder: the folder to write to, which is created.
             logits: the initial temperature and bias.
-            start_hash: hash of the weights that the run starts from, which blends and soups compare.
+            start_hash: hash of the weights of `model.pretrained`, which blends and soups compare; None without it.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.save_files(folder)
@@ -219,7 +222,7 @@ def rename_prefixes(tensors: Mapping[str, Tensor], prefixes: Mapping[str, str]) 
 
 
 def check_tensors(where: str, expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Raise UserError if tensors are missing, unexpected or of the wrong shape."""
+    """Raise UserError, with `where` as the weights' name, if tensors are missing, unexpected or of the wrong shape."""
     missing = [name for name in expected if name not in tensors]
     unexpected = [name for name in tensors if name not in expected]
     wrong_shapes = []

@@ -51,7 +51,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _numpy_scalar_globals() -> list[Any]:
-    """Return the functions and types in a pickled numpy scalar; none of them runs code from the file."""
+    """Return the functions and types in a pickled NumPy scalar; none of them runs code from the file."""
     scalar, _ = np.float64().__reduce__()[:2]
     functions = [(scalar, f"numpy.{module}.multiarray.scalar") for module in ("core", "_core")]  # numpy 1 and 2
     dtypes = [type(np.dtype(scalar_type)) for scalar_type in _NUMPY_SCALARS]

@@ -23,7 +23,7 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 @dataclass(frozen=True, kw_only=True)
 class ImageEncoderRef:
-    """Location and preprocessing of an image encoder; its `asdict` can be sent to other ranks as JSON."""
+    """Location and preprocessing of an image encoder; can be sent to other ranks as JSON (with `asdict`)."""
 
     architecture: str  # of timm
     options: Mapping[str, Any]  # arguments of `timm.create_model`
@@ -42,8 +42,14 @@ class ImageEncoderRef:
 def locate_image_encoder(name: str, image_size: int | None = None) -> ImageEncoderRef:
     """Locate an image encoder, downloading its weights from the hub if needed; call on one rank only.
 
-    By default, images have the input size in timm's config of the model, or 224 pixels if timm has none. Raises
-    UserError if there is no such model, or if its weights cannot be downloaded.
+    Args:
+        name: ARCHITECTURE.TAG, ARCHITECTURE/FILE or a folder, as described in this module's docstring.
+        image_size: side of the images in pixels; by default, the input size in timm's config of the model or in the
+            folder's config.json, or 224 if timm has no config of the model.
+
+    Raises:
+        UserError: there is no such model, the weights do not exist or cannot be downloaded, or a folder's config.json
+            is missing or invalid.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -52,8 +58,8 @@ def locate_image_encoder(name: str, image_size: int | None = None) -> ImageEncod
     architecture, _, tag = tagged.partition(".")
     if not timm.is_model(architecture):
         raise UserError(
-            f"timm has no model {architecture!r}, and there is no folder {name}: pass timm:FOLDER or a "
-            "model in timm.list_models()."
+            f"timm has no model {architecture!r}, and there is no folder {name}: pass timm:FOLDER, or timm:MODEL with "
+            "a model in timm.list_models()."
         )
     pretrained_cfg = timm.get_pretrained_cfg(tagged if timm.models.is_model_pretrained(tagged) else architecture)
     weights_name = file or tag
@@ -80,7 +86,7 @@ def locate_image_encoder(name: str, image_size: int | None = None) -> ImageEncod
 
 
 def _read_folder(folder: Path, image_size: int | None) -> ImageEncoderRef:
-    """Read the config of a folder in timm's format."""
+    """Return the encoder in a folder in timm's format; raise UserError if config.json or the weights are unusable."""
     config = read_json(folder / "config.json")
     weights = first_file(folder, _WEIGHTS)
     if weights is None:
@@ -101,7 +107,7 @@ def _read_folder(folder: Path, image_size: int | None) -> ImageEncoderRef:
 def open_image_encoder(ref: ImageEncoderRef) -> VisionTower:
     """Load an image encoder as a tower without a projection, in float32.
 
-    Raises UserError if the weights do not match the architecture.
+    Raises UserError if timm cannot build the architecture, or the weights cannot be read or do not match it.
     """
     options = {name: value for name, value in ref.options.items() if name not in ("img_size", "num_classes")}
     vision = VisionConfig(name=ref.architecture, pretrained=ref.weights, image_size=ref.image_size, options=options)

@@ -71,8 +71,8 @@ def locate_by_name(name: str, weights: bool) -> CheckpointRef:
     """Locate the weights ARCHITECTURE/FILE or ARCHITECTURE/TAG, downloading a tag's weights if the cache lacks them.
 
     Raises:
-        UserError: no such file or tag exists, the download fails, or the architecture lacks the activation function
-            that the weights were trained with (open_clip only warns about this).
+        UserError: open_clip is not installed, no such file or tag exists, the download fails, or the architecture lacks
+            the activation function that the weights were trained with (open_clip only warns about this).
     """
     open_clip = import_open_clip()
     architecture, _, file_or_tag = name.partition("/")
@@ -132,7 +132,8 @@ class OpenClipCheckpoint(ModelSource):
     """An open_clip checkpoint whose architecture is given by a config file or by one of open_clip's names.
 
     Raises:
-        UserError: open_clip is not installed, or the config is incomplete or unsupported.
+        UserError: open_clip is not installed; the checkpoint's config is missing, incomplete or unsupported; or the
+            image tower does not support `model.vision.image_size`.
     """
 
     def __init__(self, config: ModelConfig, ref: CheckpointRef) -> None:
@@ -287,9 +288,9 @@ def _timm_name(name: str, size: int) -> str:
         return name
     if size not in names:
         raise UserError(
-            f"model.vision.image_size={size}: open_clip takes timm's {name!r} only with images of "
-            f"{' or '.join(map(str, sorted(names)))} pixels, so the run could not be exported. Set one of these sizes, "
-            "or start from a checkpoint in the transformers format."
+            f"model.vision.image_size={size}: open_clip supports timm's {name!r} only for images of "
+            f"{' or '.join(map(str, sorted(names)))} pixels, so the run could not be exported. Change or omit "
+            "model.vision.image_size, or start from a checkpoint in the transformers format."
         )
     return names[size]
 
@@ -319,7 +320,7 @@ def config_names(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> di
 
 
 def write_config(folder: Path, config: Mapping[str, Any], preprocessing: Preprocessing) -> None:
-    """Write open_clip_config.json."""
+    """Write open_clip_config.json, with a model's config and preprocessing, to a folder."""
     preprocess = {
         "mean": list(preprocessing.mean),
         "std": list(preprocessing.std),
@@ -333,8 +334,8 @@ def write_config(folder: Path, config: Mapping[str, Any], preprocessing: Preproc
 def clip_bpe(context_length: int) -> CaptionTokenizer:
     """Return CLIP's BPE tokenizer, with the vocabulary and the ids of open_clip's tokenizer.
 
-    It differs from open_clip's tokenizer in two ways: in the padding, and in special tokens that are spelled out in a
-    caption, which are plain text here.
+    It differs from open_clip's tokenizer in two ways: it pads with EOS, and it treats special tokens that are spelled
+    out in a caption as plain text. Raises `UserError` if open_clip or ftfy is not installed.
     """
     tokenizer = to_transformers_tokenizer(import_open_clip().SimpleTokenizer())
     tokenizer.init_kwargs[CLEAN_CAPTIONS] = True
@@ -382,7 +383,10 @@ def _use_own_encoder(config: dict[str, Any], folder: Path) -> None:
 
 
 def _read_configs(ref: CheckpointRef) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a checkpoint's `model_cfg` and `preprocess_cfg`; raise UserError if its config file has no `model_cfg`."""
+    """Return a checkpoint's `model_cfg` and `preprocess_cfg`.
+
+    Raises UserError if its config file is missing or has no `model_cfg`.
+    """
     if not ref.name:
         content = read_json(Path(ref.path) / CONFIG_FILE)
         if not isinstance(content.get("model_cfg"), dict):

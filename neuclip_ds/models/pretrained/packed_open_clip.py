@@ -40,7 +40,10 @@ def pack_open_clip_text(trunk: Any) -> Pack | None:
 
 
 def _packable_trunk(padded: Forward) -> Forward:
-    """Return a forward method of `TextTransformer` that also accepts packed captions; it returns (b, d) features."""
+    """Return a forward method of `TextTransformer` that calls `padded`, except for packed captions.
+
+    For packed captions, it returns the (b, d) features.
+    """
 
     def forward(trunk: Any, text: Tensor | PackedCaptions) -> Any:
         if not isinstance(text, PackedCaptions):

@@ -48,7 +48,7 @@ _POOLING_FILE = "pooling.json"  # in the folder that `TextEncoderSource.save` wr
 
 
 class PretrainedTextTower(TextTower):
-    """Text tower around a transformers encoder.
+    """Text tower whose trunk is a transformers encoder.
 
     Args:
         trunk: an encoder that takes `input_ids` and `attention_mask`, and returns `last_hidden_state`.
@@ -74,7 +74,7 @@ class PretrainedTextTower(TextTower):
         return self
 
     def feature(self, x: Any) -> Tensor:
-        """Return the (b, width) features of int64 ids (b, T), which end with PADDING in rows of fewer than T tokens."""
+        """Return the (b, width) features of (b, T) int64 ids; rows with fewer than T tokens end with PADDING."""
         # like `packed` in other towers, only on a CPU by default, where the host need not wait for the lengths
         if self.packed == "auto" and x.device.type == "cpu" and not torch.compiler.is_compiling():
             x = _without_common_padding(x)
@@ -202,8 +202,9 @@ def open_text_encoder(
         context_length: maximum number of tokens per caption; by default, the smallest limit in the folder's configs.
 
     Raises:
-        UserError: neither `pooling` nor the folder gives the pooling, the encoder takes fewer tokens than
-            `context_length`, or the weights or the tokenizer are missing or unsupported.
+        UserError: neither `pooling` nor the folder gives a supported pooling; the encoder takes fewer tokens than
+            `context_length`; the encoder, its weights or its tokenizer are missing or unsupported; or the pooling is
+            `eos`, but the tokenizer has neither an EOS nor a SEP token.
     """
     chosen = pooling or _read_pooling(folder, "--pooling")
     tower = PretrainedTextTower(_load_trunk(folder), chosen)
@@ -223,7 +224,7 @@ class TextEncoderSource:
         folder: folder with the encoder's files, or a folder that `save` wrote, which contains no weights.
 
     Raises:
-        UserError: neither the config nor the folder gives the pooling.
+        UserError: neither the config nor the folder gives a supported pooling.
     """
 
     def __init__(self, config: TextConfig, folder: Path) -> None:
@@ -235,8 +236,9 @@ class TextEncoderSource:
         """Return the encoder's tokenizer, which pads captions to `model.text.context_length`.
 
         Raises:
-            UserError: the tokenizer is missing or does not match the encoder, or `model.text.context_length` exceeds
-                the encoder's number of positions.
+            UserError: the encoder cannot be built; the tokenizer is missing or does not match it; the pooling is `eos`,
+                but the tokenizer has neither an EOS nor a SEP token; or `model.text.context_length` exceeds the
+                encoder's number of positions.
         """
         with torch.device("meta"):
             trunk = _new_trunk(self.folder)
@@ -266,7 +268,8 @@ class TextEncoderSource:
 def _read_pooling(folder: Path, option: str) -> Pooling:
     """Return the pooling that `TextEncoderSource.save` or sentence-transformers wrote; `option` is for messages.
 
-    Raises UserError if there is no such file, or its pooling or another module in it is not supported.
+    Raises UserError if neither wrote its file to the folder, or if sentence-transformers' pooling or another of its
+    modules is not supported.
     """
     fix = f"set {option} to one of {', '.join(POOLINGS)}"
     if (folder / _POOLING_FILE).is_file():
@@ -274,7 +277,7 @@ def _read_pooling(folder: Path, option: str) -> Pooling:
         return saved
     modules = folder / "modules.json"
     if not modules.is_file():
-        raise UserError(f"{folder} contains no modules.json of sentence-transformers, which names the pooling: {fix}.")
+        raise UserError(f"{folder} contains no modules.json of sentence-transformers with the pooling: {fix}.")
     with explained(f"The pooling in {modules} cannot be read", fix):
         config: dict[str, Any] = {}
         for module in json.loads(modules.read_text(encoding="utf-8")):
@@ -295,7 +298,7 @@ def _read_pooling(folder: Path, option: str) -> Pooling:
 
 
 def _pooling_modes(config: Mapping[str, Any]) -> list[str]:
-    """Return the pooling modes that the config of a Pooling module lists; it may be that of an earlier version."""
+    """Return the pooling modes in a Pooling module's config, in the format of any sentence-transformers version."""
     if "pooling_mode" in config:
         modes = config["pooling_mode"]
         return [modes] if isinstance(modes, str) else list(modes)
@@ -311,8 +314,8 @@ def _read_config(folder: Path) -> tuple[Any, Any]:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     if hasattr(config, "vision_config"):
         raise UserError(
-            f"{folder} encodes images too: set model.pretrained instead of model.text.pretrained to it or, for "
-            "`neuclip-ds embed`, omit `hf:` from MODEL."
+            f"The model in {folder} encodes images too: for a run, pass it as model.pretrained instead of "
+            "model.text.pretrained; for `neuclip-ds embed`, omit `hf:` from MODEL."
         )
     has_text_encoder = type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING
     if config.is_encoder_decoder and not has_text_encoder:
@@ -354,7 +357,10 @@ def _load_trunk(folder: Path) -> Any:
 
 
 def _only_hidden_states(trunk: Any) -> Any:
-    """Remove unused parts: BERT's pooler, the cache of decoders, and the module around T5's encoder."""
+    """Return an encoder without unused parts: BERT's pooler, the cache of decoders, and the module around T5's encoder.
+
+    The encoder is changed in place.
+    """
     if getattr(trunk, "shared", None) is not None:
         trunk = trunk.get_encoder()  # the module around it has the token embeddings under a second name
     if getattr(trunk, "pooler", None) is not None:

@@ -104,7 +104,8 @@ class TransformersCheckpoint(ModelSource):
     """A checkpoint folder in the format of transformers' `save_pretrained`.
 
     Raises:
-        UserError: config.json or preprocessor_config.json is missing, incomplete or unsupported.
+        UserError: config.json or preprocessor_config.json is missing, incomplete or unsupported, or the image size of
+            `config` is not divisible into patches.
     """
 
     def __init__(self, config: ModelConfig, ref: CheckpointRef) -> None:
@@ -138,9 +139,9 @@ class TransformersCheckpoint(ModelSource):
             pooled_id = max(tokenizer.get_vocab().values())
         if not self._model_type.siglip and pooled_id != tokenizer.eos_token_id:
             raise UserError(
-                f"The text tower in {self._folder} reads its feature at token {pooled_id}, but the tokenizer ends a "
-                f"caption with {tokenizer.eos_token_id}; put the model's tokenizer files there, or correct "
-                "eos_token_id in config.json."
+                f"The text tower in {self._folder} pools at token id {pooled_id}, but the tokenizer ends captions with "
+                f"id {tokenizer.eos_token_id}; put the model's tokenizer files there, or correct eos_token_id in "
+                "config.json."
             )
         caption_tokenizer = CaptionTokenizer(tokenizer, text.max_position_embeddings)
         if caption_tokenizer.pad_id is None:

@@ -28,7 +28,8 @@ class Hook:
     The `result` of a step has these attributes: `step` (number of steps done), `loss`, `tau` (the temperature, or None
     if the loss has none), `lr`, `grad_norm` (of the encoders), `applied` (False if the step was skipped), `skipped`
     (number of skipped steps so far), `batch` (this rank's samples, without pixels), `seconds` (duration of the step),
-    and `waited` (seconds of it spent waiting for the batch).
+    `waited` (the part of `seconds` spent waiting for the batch), and `metrics` (all metrics of the step by name; the
+    first access waits for the GPU).
 
     Attributes:
         in_recovery: whether the hook also runs during the recovery of statistics (`recovery.*`); False by default.
@@ -101,9 +102,10 @@ class Hook:
 
 
 def hook_names(hooks: Sequence[Hook]) -> list[str]:
-    """Return the names of the hooks' states in a checkpoint: class names, with a number from a class's second hook on.
+    """Return the names under which a checkpoint stores the states of hooks, in the order of `hooks`.
 
-    A resumed run must have the hooks of one class in the same order.
+    A name is the hook's class name, followed by a number (2, 3, ...) if earlier hooks have the same class. A resumed
+    run must therefore have the hooks of one class in the same order.
     """
     counts: Counter[str] = Counter()
     names: list[str] = []

@@ -73,7 +73,8 @@ class EvaluateModel(Hook):
         """Evaluate now, and keep a checkpoint of this step if `run.best_metric` has its best value so far.
 
         Results that an earlier launch recorded for this step are reused. Otherwise, a checkpoint is saved before the
-        evaluation, because a stop signal ends the evaluation immediately.
+        evaluation, because a stop signal ends the evaluation immediately. Raises `UserError` if `run.best_metric` is
+        not a metric of the evaluation.
         """
         results = self._recorded_results(loop)
         name = loop.context.config.run.best_metric
@@ -182,8 +183,9 @@ def evaluates_start(config: Config) -> bool:
     """Return whether a run is also evaluated before step 1.
 
     This is the case if `run.best_metric` is set, or if the run starts from a checkpoint, so that scores below the
-    checkpoint's are noticed. Exception: with `run.evaluate_every=0`, a run that starts from a checkpoint is not
-    evaluated before step 1 if its evaluation may take hours (`data.evaluation_sets` or `run.normalizer_anchors`).
+    checkpoint's are noticed. Exception: with `run.evaluate_every=0` and without `run.best_metric`, a run that starts
+    from a checkpoint is not evaluated before step 1 if its evaluation may take hours (`data.evaluation_sets` or
+    `run.normalizer_anchors`).
     """
     run = config.run
     if run.best_metric is not None:
@@ -193,7 +195,7 @@ def evaluates_start(config: Config) -> bool:
 
 
 def scores_below(start: Mapping[str, float], now: Mapping[str, float], best_metric: str | None) -> list[str]:
-    """Describe which of two scores are below the start's: the target score, and the mean of the other scores.
+    """Describe each score that is below its value at the start: the target score, and the mean of the other scores.
 
     The target is `best_metric` or, by default, the mean recall@1. The other scores are the zero-shot accuracy and the
     scores of evaluation sets. Scores that only one of the evaluations contains are ignored.

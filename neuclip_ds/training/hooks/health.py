@@ -65,8 +65,8 @@ class LossSpikeDetector:
     The level is the median of the last 100 losses; the deviation is 1.4826 times their median absolute deviation (the
     standard deviation if losses are Gaussian), but at least 0.1% of the level. A spike is a loss above `level + 10 *
     deviation`, once there have been 50 losses. By chance, Gaussian losses practically never exceed this threshold, and
-    Laplace-distributed losses exceed it once in about 60,000 steps.
-    After a spike, no new spike is reported for 100 steps; a loss that stays high longer becomes the new level.
+    Laplace-distributed losses exceed it once in about 60,000 steps. After a spike, no new spike is reported for 100
+    steps; a loss that stays high longer becomes the new level.
     """
 
     def __init__(self) -> None:
@@ -99,8 +99,9 @@ class LossSpikeDetector:
 class StallDetector:
     """Detects steps that wait for this rank's loader far longer than the median duration of a step.
 
-    The wait must exceed both 2 seconds and 5 times the median over the last 50 steps. The first step after a launch is
-    ignored, because the worker processes are still starting and filling their queues.
+    The wait must exceed both 2 seconds and 5 times the median over the last 50 steps. No stall is reported before five
+    steps have been recorded. The first step after a launch is ignored, because the worker processes are still starting
+    and filling their queues.
     """
 
     def __init__(self) -> None:
@@ -138,8 +139,8 @@ class LoaderMonitor:
     def update(self, waited: float, seconds: float) -> float | None:
         """Record how many seconds a step waited for its batch, and how many it took in total.
 
-        Returns the share of time that the last 100 steps waited if a window other than the first ends and the share is
-        above 10%, otherwise None.
+        Returns the share of their time that the last 100 steps spent waiting, if this step ends a window other than the
+        first and the share is above 10%; otherwise None.
         """
         self._steps += 1
         self._waited += waited

@@ -141,11 +141,11 @@ class CopyRun(Hook):
 
 
 def restore(run: RunConfig, communicator: Communicator, *folders: Path) -> None:
-    """Fetch the newest intact checkpoint from a run's copy, unless the run's folder contains one that is as new.
+    """Fetch the newest intact checkpoint from a run's copy, unless an intact local checkpoint is at least as new.
 
-    A checkpoint fetched from the copy comes with the best checkpoint, and with the records that the folder lacks or, if
-    the copy is of a later step, with all records. A damaged local checkpoint of the same step is renamed. All ranks
-    call this together.
+    The best checkpoint is also fetched, and so are the records that the folder lacks. If the fetched checkpoint is
+    newer than all local ones, the copy's records also replace local ones. A damaged local checkpoint of the same step
+    is renamed. All ranks call this together.
 
     Args:
         run: section of the config with the store's URL.
@@ -153,7 +153,8 @@ def restore(run: RunConfig, communicator: Communicator, *folders: Path) -> None:
         folders: the run's folder, then folders to restore only if the run's folder and its copy have no checkpoint.
 
     Raises:
-        UserError: the store cannot be read or written, it is the run's own folder, or no checkpoint is intact.
+        UserError: the store cannot be read or written; the copy would be in the run's own folder; or the copy is not
+            empty, but neither it nor the folder contains an intact checkpoint.
     """
     for folder in folders:
         if _restore_folder(_url_of_copy(run, folder), communicator, folder):
@@ -161,7 +162,7 @@ def restore(run: RunConfig, communicator: Communicator, *folders: Path) -> None:
 
 
 def _restore_folder(url: str, communicator: Communicator, folder: Path) -> bool:
-    """Restore one folder; return whether it contains a checkpoint now, local or fetched."""
+    """Restore one folder; return whether it contains a checkpoint now, local or fetched; raise as `restore` does."""
 
     def list_both() -> tuple[list[str], list[str], list[str]]:
         local_names = [path.name for path in all_checkpoints(folder / "checkpoints")]
@@ -195,7 +196,7 @@ def _restore_folder(url: str, communicator: Communicator, folder: Path) -> bool:
                 return True
             problem = remote_problem
     raise UserError(
-        f"No checkpoint of this run is intact, neither in {folder} nor in its copy {url} ({problem.rstrip('.')}). "
+        f"No checkpoint of this run is intact, either in {folder} or in its copy {url} ({problem.rstrip('.')}). "
         "Restore a checkpoint from a backup, start a new run under a new run.name, or delete both folders to start "
         "again at step 0."
     )

@@ -113,7 +113,7 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "another tokenizer": (
         "clip",
         config(lambda tree: tree["text_config"].update(eos_token_id=3)),
-        "reads its feature at token 3, but the tokenizer ends a caption with",
+        "pools at token id 3, but the tokenizer ends captions with",
     ),
     "small vocabulary": (
         "clip",

@@ -176,7 +176,7 @@ def test_sizes_that_open_clip_cannot_export_are_refused_before_training(tmp_path
     vision = {"image_size": 160, "timm_model_name": "test_vit", "timm_pool": "", "timm_proj": "linear"}
     config = {**OPEN_CLIP_CONFIG, "custom_text": True, "vision_cfg": vision}
     save_open_clip(tmp_path / "model", config)
-    with pytest.raises(UserError, match=r"image_size=64: open_clip takes timm's 'test_vit' only with images of 160"):
+    with pytest.raises(UserError, match=r"image_size=64: open_clip supports timm's 'test_vit' only for images of 160"):
         opened(tmp_path / "model", image_size=64)
     path = tmp_path / "model" / "open_clip_config.json"
     path.write_text(path.read_text().replace('"image_size": 160', '"image_size": 64'))
