@@ -182,6 +182,7 @@ class _Towers:
         self.image = timm.create_model(IMAGE, num_classes=0).eval()
         tensors = image_weights(installed(IMAGE_PACKAGE))
         self.image.load_state_dict({name: tensors[name] for name in self.image.state_dict()})
+        self.image.to(memory_format=torch.channels_last)  # several times faster on CPUs
         folder = installed(TEXT_PACKAGE) / "model"
         self.text: nn.Module = AutoModel.from_pretrained(folder, trust_remote_code=False).eval()
         self.tokenize = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -223,6 +224,7 @@ class _Towers:
         return Pairs(stacked, text, torch.tensor(image_of))
 
     def _encode_images(self, pixels: Tensor) -> Tensor:
+        pixels = pixels.contiguous(memory_format=torch.channels_last)
         return adaptive_avg_pool2d(self.image.forward_features(pixels), self.grid).flatten(1).half()
 
     def _encode_texts(self, texts: list[str]) -> Tensor:
