@@ -44,8 +44,8 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
     """Train a model as `neuclip-ds train` does, on all ranks of a distributed launch or only in this process.
 
     Args:
-        recipe: a recipe's name, the path of a YAML file, or a `Config`. A `Config` without `run.name` names its run
-            `run`.
+        recipe: a recipe's name, the path of a YAML file, or a `Config`. If a `Config` does not set `run.name`, the run
+            is called `run`.
         hooks: `Hook` objects, whose methods are called around each training step and at the start and end of the run.
         overrides: options that override the recipe's, nested or dotted: `optimizer={"lr": 1e-3}` or
             `**{"optimizer.lr": 1e-3}`. They cannot be combined with a `Config`.
@@ -54,7 +54,8 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
         The run, which is complete unless a hook stopped it.
 
     Raises:
-        UserError: the config or the data cannot be used, or another thread of this process is training.
+        UserError: the config, the data or a checkpoint cannot be used, another thread of this process is training, or
+            there is another problem that you can fix, such as a full disk.
         TypeError: a `Config` is combined with overrides.
         TrainingDiverged: losses or gradients stay non-finite, or replicated state differs between ranks.
         Interrupted: Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP stopped the run, which saved a checkpoint if training had
@@ -97,8 +98,8 @@ def load(model: str | PathLike[str], device: torch.device | str | None = None, *
         The model in evaluation mode.
 
     Raises:
-        UserError: the model does not exist, its files are damaged or inconsistent, or `ema` is true and no average
-            was saved.
+        UserError: the model does not exist, cannot be downloaded or is not supported; its files are damaged or
+            inconsistent; a package that it needs is not installed; or `ema` is true and no average was saved.
 
     Example:
         import neuclip_ds
@@ -118,7 +119,7 @@ def _this_rank(device: torch.device) -> Communicator:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Let one thread train at a time, because threads share the process group; raise `UserError` in any other."""
+    """Let one thread train at a time, because threads share the process group; raise `UserError` if another trains."""
     if not _training.acquire(blocking=False):
         raise UserError("Another thread of this process is training: wait for it, or train in another process.")
     try:
@@ -186,8 +187,8 @@ class Model:
     Attributes:
         module: the torch module; its inputs are uint8 images (b, 3, H, W) or None, and tokens (b, T) or None.
         device: device of the module.
-        temperature: divisor of the cosine similarities; None if the model's checkpoint has none. If each training
-            sample had its own temperature, this is the run's initial temperature.
+        temperature: divisor of the cosine similarities; None if the model's checkpoint has none. For a run whose loss
+            has no temperature, or one for each sample, this is the run's initial temperature.
         bias: number that is added to the logits of SigLIP models; None for other models.
 
     Example:
@@ -241,8 +242,8 @@ class Model:
         """Return the (n, m) logits of n images and m texts: cosine similarities / temperature + bias.
 
         A softmax over the texts classifies the images. For SigLIP models, the sigmoid of a logit is the probability
-        that the image and the text match. See `encode_images` for the accepted images and the exceptions; a model
-        without a temperature also raises `ValueError`.
+        that the image and the text match. See `encode_images` for the accepted images and the exceptions. Also raises
+        `ValueError` if there is no text, or if the model has no temperature.
         """
         if self.temperature is None:
             raise ValueError(

@@ -428,7 +428,7 @@ class ModelConfig(Section):
     @classmethod
     def _names_what_to_compile(cls, value: Any) -> Any:
         if str(value).lower() == "true":
-            raise ValueError("true does not say what to compile; use blocks or towers")
+            raise ValueError("true does not say what to compile; use auto, blocks or towers")
         return False if str(value).lower() == "false" else value
 
     @model_validator(mode="after")
@@ -545,7 +545,7 @@ class RecoveryConfig(Section):
     the method keeps u (`statistics`)."""
     reuse: Path | None = None
     """Folder of a run whose recovery is reused, or one of its checkpoints; that run must have had the same initial
-    weights and data."""
+    weights and optimizer and, to restore `statistics`, the same data, temperature and reference model."""
 
     @model_validator(mode="after")
     def _gamma_has_a_start(self) -> RecoveryConfig:

@@ -47,7 +47,9 @@ class UserError(Exception):
 class TrainingDiverged(Exception):
     """Losses or gradients stay non-finite, or replicated state differs between ranks. A command exits with code 1.
 
-    The message names the step and the cause.
+    Training skips steps with non-finite values. After `run.max_skipped_steps` consecutive skipped steps, it returns to
+    the newest checkpoint; it raises this exception if there is no checkpoint, or if the same steps fail again. The
+    message names the step and the cause.
 
     Example:
         import neuclip_ds

@@ -173,7 +173,10 @@ def link_or_copy(source: str, target: str) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file that a user wrote, without a byte order mark; raise UserError if it is not UTF-8."""
+    """Return the text of a file that a user wrote, without a byte order mark.
+
+    Raises UserError if the text is not UTF-8, or OSError if the file cannot be read.
+    """
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

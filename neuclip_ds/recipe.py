@@ -134,7 +134,10 @@ def recipe_names() -> list[str]:
 
 
 def recipe_summary(name: str) -> str:
-    """Return the first sentence of the comment at the top of a recipe, or "" if there is none."""
+    """Return the first sentence of the comment at the top of a recipe, or "" if the recipe begins without a comment.
+
+    Raises `UserError` if the recipe does not exist.
+    """
     comment = []
     for line in _find_recipe(name, None).read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
@@ -179,7 +182,7 @@ def override(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     names a checkpoint or a text encoder, the options of `base` that the checkpoint or the encoder replaces are dropped.
     A checkpoint in `over` also drops the image size and the context length of `base`, unless `base` names a checkpoint
     too. An option that is a mapping, such as `model.vision.options`, is merged, unless `over` clears it with null or
-    {}.
+    {}. Raises `UserError` if `over` names an unknown method.
     """
     base, over = _cleared(base, over)
     model = _mapping(over, "model")

@@ -49,7 +49,7 @@ class Variant:
 
 
 def savings(image: Tensor, text: Tensor, world_size: int, tower: Tensor) -> dict[str, tuple[Work, Work]]:
-    """Return the communication without and with each optimization; both variants serve the same purpose in a step.
+    """Return, for each optimization by name, two functions: a step's communication without it and with it.
 
     Args:
         image, text: (b, d) features of one rank.

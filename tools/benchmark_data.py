@@ -220,7 +220,10 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def print_rates(contenders: Sequence[Callable[[Setting], float]], ours: str, setting: Setting) -> None:
-    """Print the median samples/s of each contender, and the ratio of `ours` to the contender."""
+    """Measure the contenders interleaved, each in new processes, and print a table of their median samples/s.
+
+    The last column is the median of the contender that `ours` names, divided by the median of the row.
+    """
     turns = [[in_new_process(one, setting) for one in contenders] for _ in range(setting.repeats)]
     rates = [statistics.median(column) for column in zip(*turns, strict=True)]
     by_name = dict(zip((one.__name__ for one in contenders), rates, strict=True))

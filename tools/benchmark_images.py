@@ -225,7 +225,7 @@ class Passes(NamedTuple):
 
 
 def evaluation_set(setting: Setting) -> Passes:
-    """Load the photographs as an evaluation set."""
+    """Measure the speed of loading the photographs as an evaluation set."""
     folder = Path(setting.evaluation)
     transform = EvalTransform(CROP, decode=decode_simplejpeg)
     prepare = functools.partial(decode, transform=transform)
@@ -238,7 +238,7 @@ def evaluation_set(setting: Setting) -> Passes:
 
 
 def evaluation_pairs(setting: Setting) -> Passes:
-    """Load the photographs as validation pairs."""
+    """Measure the speed of loading the photographs as validation pairs."""
     manifest = build_manifest(setting.tars)
     options = LoaderOptions(workers=setting.workers, prefetch=PREFETCH)
     transform = EvalTransform(CROP, decode=decode_simplejpeg)

@@ -235,7 +235,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         nargs="*",
         choices=PEER_NAMES,
         default=["ddp", "open_clip"],
-        help="other programs (default: ddp open_clip)",
+        help="programs to compare with (default: ddp open_clip)",
     )
     parser.add_argument(
         "--peer-flags",
@@ -307,7 +307,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--paper-ranks",
         type=int,
-        help=f"ranks that share --paper-batch (default: {_PAPER_RANKS}, or the number of GPUs)",
+        help=f"ranks that share --paper-batch (default: the number of GPUs, or {_PAPER_RANKS} without a GPU)",
     )
     parser.add_argument(
         "--out",

@@ -115,7 +115,7 @@ class Run(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """The two measurements of a contender in one turn."""
+    """The two measurements of a contender in one repeat: a full epoch, and the first batch of a resumed epoch."""
 
     epoch: Run
     resumed: Run  # only its first batch
@@ -243,7 +243,10 @@ def _counters(storage: Storage) -> Counters:
 def in_turns(
     setting: Setting, contenders: Mapping[str, Contender], storage: Storage, half: int
 ) -> dict[str, list[Turn]]:
-    """Run the contenders interleaved; `half` is the number of batches in the first half of an epoch."""
+    """Measure the contenders, interleaved and several times (`repeats`); return the measurements by contender.
+
+    `half` is the number of batches in the first half of an epoch, which a resumed epoch skips.
+    """
     turns: dict[str, list[Turn]] = {name: [] for name in contenders}
     for _ in range(setting.repeats):
         for name, contender in contenders.items():
@@ -327,7 +330,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128, help="samples per batch (default: 128)")
     parser.add_argument("--workers", type=int, default=2, help="loader processes (default: 2)")
     parser.add_argument("--prefetch", type=int, default=4, help="batches that each process prepares ahead (default: 4)")
-    parser.add_argument("--image-size", type=int, default=224, help="side of the square crop (default: 224)")
+    parser.add_argument(
+        "--image-size", type=int, default=224, help="side length of the square crop, in pixels (default: 224)"
+    )
     parser.add_argument("--decoder", choices=("pil", "simplejpeg"), default="pil", help="JPEG decoder (default: pil)")
     parser.add_argument(
         "--latency-ms", type=float, default=50, help="S3 server's latency per request, in ms (default: 50)"

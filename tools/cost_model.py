@@ -167,7 +167,7 @@ def _window(call: Call, work: Work) -> tuple[str, float]:
 
 
 def time_range(work: Work, nodes: int) -> tuple[float, float]:
-    """Return the shortest and the longest estimate of a step's seconds."""
+    """Return the lowest and the highest estimate of a step's duration, in seconds."""
     totals = []
     for compute, network in itertools.product((SLOW_COMPUTE, FAST_COMPUTE), (SLOW_NETWORK, FAST_NETWORK)):
         totals.append(step_time(work, compute, Cluster(nodes=nodes, network=network)).total)

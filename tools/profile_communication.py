@@ -53,7 +53,8 @@ def compare(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Profile every combination in fresh processes, and write a report on all combinations.
 
     Raises:
-        UserError: the processes of a combination failed; the message names the file with their output.
+        UserError: a config option is invalid, or the processes of a combination failed; the message then names the file
+            with their output.
     """
     from benchmarking.openclip_reference import REFERENCES  # torch takes seconds to import
 

@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def measured_again(file: DataFile, command: Sequence[str]) -> DataFile:
-    """Return the file with the rows that a command prints.
+    """Run a command, and return a copy of the file with the rows that it prints and with this machine, date and commit.
 
     Raises:
         UserError: the command failed, or printed no table with the columns of the file.
@@ -74,7 +74,10 @@ def measured_again(file: DataFile, command: Sequence[str]) -> DataFile:
 
 
 def printed_rows(text: str) -> Iterator[dict[str, str]]:
-    """Yield the rows of all Markdown tables in a text by column name, with numbers like 1,435 as 1435."""
+    """Yield each row of the Markdown tables in a text as a dict keyed by column name, with numbers like 1,435 as 1435.
+
+    Raises ValueError if a row has more or fewer cells than its table's header.
+    """
     head: list[str] = []
     for line in text.splitlines():
         if not line.startswith("|"):

@@ -119,7 +119,7 @@ def main() -> None:
 
 
 def data_source(text: str) -> str:
-    """Parse a source of data: a folder, or demo:N."""
+    """Parse a source of data: a folder, or demo:N; raise `ArgumentTypeError` if N is not a number."""
     if text.startswith("demo:") and not text.removeprefix("demo:").isdecimal():
         raise argparse.ArgumentTypeError(f"{text} must end in a number of scenes, as in demo:12000")
     return text
@@ -253,7 +253,12 @@ def folder_of(source: str, options: argparse.Namespace) -> Path:
 
 
 def prepare(source: str, options: argparse.Namespace) -> None:
-    """Write the data of a source to its folder, unless they exist."""
+    """Write a source's data for the runs (shards, pixels or features) to its folder, unless they already exist.
+
+    Raises:
+        UserError: the folder contains other data, the source contains no shards, or a package with a tower is not
+            installed.
+    """
     folder = folder_of(source, options)
     if options.trainer:
         record_origin(folder, source, "shards")

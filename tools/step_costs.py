@@ -567,12 +567,13 @@ def _lean_buckets(group: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _gathers(rules: ZeroRules, shapes: TrainedShapes, world_size: int, micro_batches: int) -> Iterator[Call]:
-    """Yield the gathers of weights: by group after an update, or by parameter in ZeRO 3.
+    """Yield the all-gathers of weights: by group after an update, or by parameter in ZeRO 3.
 
-    ZeRO 3 keeps small weights whole and gathers them after the update; it gathers large weights when modules run. With
-    one micro-batch, weights stay gathered from the forward to the backward pass if at most `stage3_max_live_parameters`
-    parameters are trained. With several micro-batches, ZeRO 3 gathers large weights three times per micro-batch: for
-    the first forward pass, the second forward pass and the backward pass.
+    ZeRO 3 does not partition small weights (`stage3_param_persistence_threshold`) during a step, and gathers them after
+    the update; it gathers large weights when modules run. With one micro-batch, weights stay gathered from the forward
+    to the backward pass if at most `stage3_max_live_parameters` parameters are trained. With several micro-batches,
+    ZeRO 3 gathers large weights three times per micro-batch: for the first forward pass, the second forward pass and
+    the backward pass.
     """
     if rules.stage in (1, 2):
         for size in _padded_groups(shapes, world_size):

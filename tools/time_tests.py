@@ -1,4 +1,4 @@
-"""Run the fast tests folder by folder, and print how much CPU time each folder takes as a Markdown table.
+"""Run the fast tests folder by folder, and print a Markdown table of the CPU time of each folder.
 
 The seconds are those of one pytest process per folder and its child processes, imports included, with one thread per
 process. Other processes on the machine hardly change them.

@@ -1,4 +1,4 @@
-"""Follow the tutorials in a new clone, and print how long each of their steps takes as a Markdown table.
+"""Follow the tutorials in a new clone, and print a Markdown table of the time that each of their steps takes.
 
 The program clones the last commit. tutorials.yaml lists the steps; the commands and the files that a reader saves are
 read from the pages. A step that fails stops the program.

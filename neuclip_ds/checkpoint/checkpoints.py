@@ -168,7 +168,7 @@ class Checkpoints:
             except UserError as error:
                 problem = problem_of(error)
             if self._communicator.rank == 0:
-                log.warning("checkpoint %s is damaged; trying the next older one: %s", name, problem)
+                log.warning("checkpoint %s is damaged; trying the next older one. The problem: %s", name, problem)
         if problem is not None:
             raise UserError(
                 f"No checkpoint in {self._folder} can be read. The problem with the oldest one: {problem} Restore a "

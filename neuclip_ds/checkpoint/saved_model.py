@@ -137,7 +137,10 @@ def find_best_checkpoint(run: Path) -> Path:
     """
     best = read_best(run / "checkpoints")
     if best is None:
-        raise UserError(f"{run} has no best checkpoint. Train with run.best_metric=NAME, or omit --best.")
+        raise UserError(
+            f"{run} has no best checkpoint. Pass the folder of a run that was trained with run.best_metric=NAME, or "
+            "omit --best."
+        )
     checkpoint = step_folder(run / "checkpoints", best.step)
     if not is_complete(checkpoint):
         raise UserError(
@@ -158,7 +161,10 @@ class SavedRun:
 
 
 def open_run(checkpoint: Path) -> SavedRun:
-    """Load the config, model source and tokenizer from a checkpoint that `find_checkpoint` returned."""
+    """Load the config, model source and tokenizer from a checkpoint that `find_checkpoint` returned.
+
+    Raises `UserError` if one of their files is missing or unusable.
+    """
     config = load_saved(checkpoint / "config.yaml")
     source, initial_logits = open_saved(config.model, checkpoint / MODEL)
     text = config.model.text
@@ -191,7 +197,7 @@ class ModelWeights:
 def read_result(checkpoint: Path, average: bool = False) -> ModelWeights:
     """Read the weights of a verified checkpoint, or their moving average, and merge LoRA adapters into them.
 
-    Raises `UserError` if the checkpoint has no moving average.
+    Raises `UserError` as `open_run` does, or if `average` is true and the checkpoint has no moving average.
     """
     run = open_run(checkpoint)
     state = StateFiles(checkpoint / STATE, verified=True)

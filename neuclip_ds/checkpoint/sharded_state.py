@@ -37,7 +37,8 @@ class StateFiles(ShardFiles):
 
     Args:
         folder: the `state` folder of a checkpoint.
-        verified: whether the caller has already verified the checksums; if not, the constructor verifies them.
+        verified: whether the caller has already verified the checksums; if not, the constructor verifies them, unless
+            the checkpoint has no meta.json.
 
     Example:
         files = StateFiles(Path("runs/demo/checkpoints/step_000000100/state"))

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--uid-key", default="uid", help="key of the uid in a sample's JSON")
     parser.add_argument(
-        "--processes", type=int, help="worker processes (default: one per core); no effect under mpirun"
+        "--processes", type=int, help="worker processes (default: one per core); no effect under mpirun or srun"
     )
     options = parser.parse(arguments)
     with _workers(options.processes) as executor:

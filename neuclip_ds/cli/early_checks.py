@@ -22,8 +22,8 @@ _OPEN_CLIP = "open_clip:"
 def check_run(config: Config) -> None:
     """Raise UserError if a local model or dataset in the config does not exist, or if a required package is missing.
 
-    Also raise UserError if a limit of this machine is too low for loader processes. Other paths, such as
-    `data.image_features` and `recovery.reuse`, are checked later.
+    Also raise UserError if the scheme of a URL is unknown, or if a limit of this machine is too low for loader
+    processes. Other paths, such as `data.image_features` and `recovery.reuse`, are checked later.
     """
     run = config.run
     data = config.data

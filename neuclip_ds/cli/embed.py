@@ -158,6 +158,10 @@ def check_options(options: argparse.Namespace) -> None:
         raise UserError("--crop-scale has no effect without --crops: set --crops, or omit --crop-scale.")
     draws_captions = encodes_captions and not options.all_captions
     if options.seed is not None and not options.crops and not draws_captions:
+        if not encodes_images:
+            raise UserError(
+                "--seed has no effect with --all-captions, because no caption is drawn: omit one of the two."
+            )
         raise UserError(
             "--seed has no effect without --crops, because no caption is drawn: set --crops, or omit --seed."
         )

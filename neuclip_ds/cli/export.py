@@ -40,7 +40,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--ema", action="store_true", help="export the moving average of the weights (ema.decay)")
     blend_help = "share of the run's final weights in a blend with its initial weights, from 0 (initial) to 1 (final)"
     parser.add_argument("--blend", type=fraction, metavar="FRACTION", default=1.0, help=blend_help)
-    parser.add_argument("--license", help="license for the model card, as the hub names it, such as apache-2.0")
+    license_help = "license for the model card, as the hub names it, such as apache-2.0 (default: unknown)"
+    parser.add_argument("--license", help=license_help)
     options = parser.parse(arguments)
     if (options.run is None) == (options.soup is None):
         raise UserError("Pass one run, or several runs after --soup.")

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--near-duplicates", type=float, metavar="COSINE", help=near)
     parser.add_argument("--uid-column", default="uid", help="column of uids")
     parser.add_argument(
-        "--within", nargs="+", type=Path, default=[], help="keep only uids that all these sorted .npy files list"
+        "--within", nargs="+", type=Path, default=[], help="keep only uids that are in all of these sorted .npy files"
     )
     options = parser.parse(arguments)
     rules = (options.min, options.max, options.top, options.near_duplicates)

@@ -29,7 +29,7 @@ class BadSampleLog:
     its data. In both fractions, fewer than 1,000 samples count as 1,000.
 
     Args:
-        folder: the folder of the file, which is created when the first bad sample is listed.
+        folder: the folder for the file; it is created, if necessary, when the first bad sample is listed.
         max_fraction: the largest fraction of bad samples with which the run continues (`data.max_bad_fraction`).
         writes: whether this rank writes the file; true on one rank.
 

@@ -1,8 +1,8 @@
 """Build manifests: in memory when a run starts, or on disk with many processes for large datasets.
 
 Indices are assigned in the order of the paths, regardless of the order in which the shards were scanned. After an
-interrupted build on disk, the next build with the same options scans only the shards that have no results yet or that
-have a different size, even if its list of shards differs. Each group of shards has a JSON file of results, whose name
+interrupted build on disk, the next build with the same options scans only the shards that have no results yet or whose
+size has changed, even if its list of shards differs. Each group of shards has a JSON file of results, whose name
 begins with a hash of the options, and may have a file of sample tables. Files that were truncated by an interrupted
 write are ignored.
 """
@@ -87,9 +87,9 @@ def open_manifest(
     modification times. It is reused until one of them changes or the stored manifest is damaged. Several processes may
     call this function at the same time. `processes` is as in `build_manifest`.
 
-    Raises UserError if no shard is found; if a shard is unusable, is listed twice, or is remote and `source` is not a
-    manifest folder; if the sample tables of a manifest folder lack members that contain captions; or if `source` cannot
-    be read or `cache` cannot be written.
+    Raises UserError if no shard is found; if a shard is remote and `source` is not a manifest folder; if two shards
+    contain the same samples; if the sample tables of a manifest folder lack members that contain captions; if `source`
+    cannot be read or `cache` cannot be written; or if `build_manifest` raises it.
     """
     if source and is_manifest(source):
         manifest = load_manifest(source)
@@ -168,8 +168,9 @@ def write_manifest(
         on_progress: called with (shards done, total shards); shards scanned by an interrupted build count as done.
 
     Raises:
-        UserError: `folder` contains a manifest or cannot be written, the options conflict, a uid file or (without
-            `skip_unreadable`) a shard cannot be used, or no sample has both an image and a caption.
+        UserError: `folder` contains a manifest or cannot be written, the options conflict, two shards contain the same
+            samples, a shard changes during the scan, a uid file or (without `skip_unreadable`) a shard cannot be used,
+            or no sample has both an image and a caption.
     """
     if is_manifest(folder):
         raise UserError(f"{folder} already contains a manifest; delete the folder, or choose a different one.")
@@ -255,7 +256,7 @@ def scan_shards(
         on_progress: called with (shards done, total shards); shards finished by an interrupted scan count as done.
 
     Raises:
-        UserError: the results cannot be written, or a shard changed during the scan.
+        UserError: the results cannot be written, a shard changed during the scan, or `count_shards` raises it.
     """
     key = hashlib.sha256(f"{_RESULTS_VERSION} {options} {tables is not None}".encode()).hexdigest()[:16]
     with explain_disk(results, "choose another folder"):
@@ -403,5 +404,5 @@ def _find_uid(tables: SampleTables, uid_hash: np.uint64) -> tuple[int, int]:
 
 
 def _hash_uids(uids: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return a nearly unique number for each of the (q, 2) uids, even if some bits are constant, as in UUIDs."""
+    """Return 64-bit hashes of the (q, 2) uids, with few collisions even if some bits are constant, as in UUIDs."""
     return uids[:, 0] * np.uint64(0x9E3779B97F4A7C15) + uids[:, 1]

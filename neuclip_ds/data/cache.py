@@ -135,8 +135,8 @@ class ShardCache:
     def open_arrived(self, url: str, expected_bytes: int, extents: Iterable[tuple[int, int]]) -> FileIO | None:
         """Open the local copy of a shard that is being fetched in pieces, once the given extents have arrived.
 
-        `extents` are (offset, size) pairs; other bytes may still be missing from the file. Returns None if nobody is
-        fetching the shard in pieces, for example because it is complete.
+        `extents` are (offset, size) pairs; other bytes may still be missing from the file. Returns None if no process
+        is fetching the shard in pieces, for example because it is complete.
         """
         extents = list(extents)
         name = name_of(url)
@@ -156,7 +156,7 @@ class ShardCache:
         return None
 
     def begin(self, url: str, size: int) -> PartialShard | None:
-        """Begin to fetch a shard in pieces; the caller must end this with `complete` or `abandon`.
+        """Begin to fetch a shard in pieces; the caller must later call `complete` or `abandon`.
 
         Returns None if the shard is cached, has recently failed or is being fetched, or if space is short. Raises
         OSError if the files cannot be created.

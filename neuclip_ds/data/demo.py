@@ -165,7 +165,7 @@ def make_demo_data(
         on_progress: called with (images done, total images).
 
     Raises:
-        UserError: `folder` is not empty or cannot be written, or a number is out of range.
+        UserError: `folder` is not empty or cannot be written, a number is out of range, or a worker process ends early.
     """
     processes = (os.cpu_count() or 1) if processes is None else processes
     for name, count in (("pairs", pairs), ("held_out", held_out), ("zero_shot", zero_shot), ("processes", processes)):

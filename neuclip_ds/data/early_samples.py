@@ -117,7 +117,7 @@ class EarlySamples:
                     yield _Claim(sample.shard, shard, piece)
 
     def fetch_rest(self, number: int) -> bool:
-        """Fetch the unclaimed bytes of a begun shard, wait for the rest, and move the shard into the cache.
+        """Fetch the unclaimed bytes of a begun shard, wait for the claimed ones, and move the shard into the cache.
 
         Returns whether this call moved the shard: False if the shard was not begun, if a piece failed, if the checksum
         differs, or if another thread moves the shard.

@@ -393,8 +393,9 @@ def _find(ascending: NDArray[np.int64], indices: NDArray[np.int64]) -> tuple[NDA
 def find_table(folder: str) -> Stored:
     """Read the description of a folder of features and list its parts; the result can be sent to other ranks as JSON.
 
-    `folder` is a path, or a URL that fsspec supports. Raises UserError if the folder cannot be read, or if `neuclip-ds
-    embed` did not write it.
+    `folder` is a path, or a URL that fsspec supports. Raises UserError if the folder cannot be read, if it was not
+    written by `neuclip-ds embed` of a compatible version, or if it is on a web server and its embedding.json does not
+    list the sizes of the parts.
     """
     folder = folder.rstrip("/")
     if is_local(folder):

@@ -154,8 +154,8 @@ def train_transform(
         image_size: side of the square output in pixels.
         crop_scale: smallest relative area of a crop.
         decode: the decoder.
-        whole: the transform if `crop_scale` is 1; by default, an `EvalTransform` to `image_size` pixels with default
-            options.
+        whole: the transform if `crop_scale` is 1; by default, an `EvalTransform` to `image_size` pixels with `decode`
+            and otherwise default options.
     """
     if crop_scale < 1:
         return RandomCrop(image_size, crop_scale, decode)

@@ -22,7 +22,8 @@ class MixtureOrder:
 
     An epoch has about as many samples as all sources combined, and all batches are full. The order of each source must
     have the mixture's batch size and number of streams; block sizes may differ. `weights` are the relative shares of
-    rows from the m sources. Raises UserError if a weight is negative or not finite, or if no weight is positive.
+    rows from the m sources. Raises UserError if a weight is negative or not finite, if no weight is positive, or if a
+    positive weight is too small for one row per batch.
     """
 
     def __init__(self, sources: Sequence[GlobalOrder], weights: Sequence[float], interleave: Interleave) -> None:
@@ -36,13 +37,22 @@ class MixtureOrder:
         relative_weights = np.array(weights, dtype=np.float64)  # (m,)
         if not (np.isfinite(relative_weights).all() and relative_weights.min() >= 0 and relative_weights.sum() > 0):
             raise UserError(
-                f"The weights {list(weights)} of data.train must be at least 0, and at least one must be above 0."
+                f"The weights {list(weights)} of data.train must be at least 0 and finite, and at least one must be "
+                "above 0."
             )
 
         # (S, B/S), the source of each row, and how many earlier rows of its block have the same source
         shares = relative_weights / relative_weights.sum()
         self._pattern = _spread_sources(shares, self.batch_size).reshape(self._streams, self._rows_per_stream)
         is_source = self._pattern[None] == np.arange(len(shares))[:, None, None]  # (m, S, B/S)
+        unused = np.flatnonzero((shares > 0) & ~is_source.any(axis=(1, 2)))
+        if len(unused):
+            number = unused[0]
+            raise UserError(
+                f"Source number {number + 1} of data.train has the weight {weights[number]:g} of {sum(weights):g}, too "
+                f"little for one row per batch of {self.batch_size}: raise the weight or data.batch_size, or remove "
+                "the source."
+            )
         rank_in_block = is_source.cumsum(axis=2) - 1  # valid where `is_source`
         self._rank_in_block = np.take_along_axis(rank_in_block, self._pattern[None], axis=0)[0]
 
@@ -74,7 +84,7 @@ class MixtureOrder:
     def epochs_and_indices(
         self, epoch: int, step: int, rows: slice = slice(None)
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the current epoch of each row's source, (b,), and the result of `batch`, (b,).
+        """Return the current epoch of each row's source, (b,), and the global indices of the rows, (b,).
 
         Raises IndexError if the step is outside the epoch.
         """
@@ -112,7 +122,7 @@ class MixtureOrder:
         return cycles * self._rows_per_cycle[source] + rows_before[stream + remaining_steps] - rows_before[stream]
 
     def step_of(self, source: int, stream: int, taken: int) -> int:
-        """Return the step that takes sample `taken` (0-based) of a source's stream; the source must have weight > 0."""
+        """Return the step that takes sample `taken` (0-based) of a source's stream; its weight must be above 0."""
         first_step = max(0, taken // int(self._rows_per_cycle[source]) - 1) * self._streams
         # the first step after which more than `taken` samples have been taken
         return first_step + bisect_right(

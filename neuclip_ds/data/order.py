@@ -128,7 +128,7 @@ class GlobalOrder:
     def epochs_and_indices(
         self, epoch: int, step: int, rows: slice = slice(None)
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the epoch of each row (used to seed the augmentation) and the result of `batch`.
+        """Return the epoch of each row (used to seed the augmentation) and the rows' global indices (-1 for padding).
 
         Raises IndexError if the step is outside the epoch.
         """

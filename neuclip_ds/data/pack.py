@@ -184,7 +184,7 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def _shown(text: str) -> str:
-    """Return a text for broken.jsonl, without secrets and cut after 200 characters: it may be a whole image."""
+    """Redact a text for broken.jsonl, and cut it after 200 characters, because it may be a whole image."""
     shown = redact(text)
     return shown if len(shown) <= _MAX_CHARACTERS else f"{shown[:_MAX_CHARACTERS]}..."
 

@@ -51,7 +51,7 @@ class PartialShard:
         return self._missing_blocks == 0
 
     def claim(self, start: int, end: int) -> list[Range]:
-        """Claim the blocks that contain the bytes start ... end - 1; return the ranges that nobody had claimed yet."""
+        """Claim the blocks that contain the bytes start ... end - 1; return the ranges that were still unclaimed."""
         first = start // BLOCK
         stop = -(-end // BLOCK)
         with self._mutex:

@@ -55,8 +55,8 @@ def shards_ahead(order: BatchOrder, epoch: int, step: int, rows: Sequence[slice]
     """Endlessly yield requests for the shards that contain the given rows of each batch, starting at `step` of `epoch`.
 
     For each stream that contains any of the rows, all shards of a block are requested once, for the first batch that
-    reads the block. If only part of a block is read, some of these shards might not be needed. Sources of weight 0 in
-    a mixture are skipped. `step` may be steps_per_epoch, which means the start of the next epoch.
+    reads the block. If only part of a block is read, some of these shards might not be needed. Sources that have no
+    rows in a mixture's batches are skipped. `step` may be steps_per_epoch, which means the start of the next epoch.
     """
     first_batch = epoch * order.steps_per_epoch + step
     rows_per_stream = order.batch_size // order.interleave.streams
@@ -98,7 +98,7 @@ def _requests_of_source(mixture: MixtureOrder, source: int, stream: int, first_b
     """Yield the requests for one stream of one source in a mixture, starting at batch `first_batch`."""
     order = mixture.sources[source]
     length = int(order.stream_lengths[stream])
-    samples_per_cycle = mixture.taken(source, stream, mixture.interleave.streams)  # 0 if the source has weight 0
+    samples_per_cycle = mixture.taken(source, stream, mixture.interleave.streams)  # 0 if the source has no rows
     if not length or not samples_per_cycle:
         return
     position = mixture.taken(source, stream, first_batch)

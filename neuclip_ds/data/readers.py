@@ -146,7 +146,10 @@ class TarReader:
         return SampleRange(shard, start, end)
 
     def key(self, index: int) -> str:
-        """Return the key of a sample: the folder and the stem of its members' names."""
+        """Return the key of a sample: the folder and the stem of its members' names.
+
+        Raises OSError or UserError if the shard cannot be used.
+        """
         shard, row = self._manifest.locate(index)
         return self._table(shard).key(row)
 

@@ -81,7 +81,8 @@ Scans = tuple[list[Scan], dict[str, str]]  # the scans, and the reason for each 
 def scan_shard(path: str, options: ScanOptions) -> tuple[Scan, SampleTable]:
     """Scan the tar at `path` (a file or a URL), and return the scan and the table of the tar's samples.
 
-    Raises UserError if the tar or a uid file cannot be read.
+    Raises UserError if the tar or a uid file cannot be read, if the tar's name is not UTF-8, or if a caption source is
+    invalid.
     """
     try:
         path.encode()
@@ -231,7 +232,7 @@ def _read(fd: int, table: SampleTable, row: int, member: str) -> bytes:
 
 
 def log_loss(scan: Scan) -> None:
-    """Log one warning if a shard is damaged or has no samples or bad samples, and one more for each of its `causes`."""
+    """Log one warning if a shard is damaged, is empty or has bad samples, and one more for each of its `causes`."""
     shard = scan.shard
     if scan.lost_bytes:
         log.warning(

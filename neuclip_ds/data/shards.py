@@ -30,7 +30,7 @@ def resolve_shards(source: str) -> list[str]:
     """Return the absolute paths or URLs of the tars that `source` names.
 
     A source is a tar; a folder, whose visible *.tar files (or, if it has none, those in its subfolders) are sorted by
-    name; a glob (`/data/*.tar`); a brace pattern (`/data/{00000..00127}.tar`), whose order is kept and which may
+    path; a glob (`/data/*.tar`); a brace pattern (`/data/{00000..00127}.tar`), whose order is kept and which may
     contain globs; a URL that fsspec supports, with or without globs or braces (`s3://bucket/{00000..00127}.tar`); a
     text file (`shards.txt`) with one source per line; or several sources joined by `::`.
 

@@ -82,7 +82,7 @@ class TrainingData:
         return record
 
     def batches(self, communicator: Communicator, begin: int, steps: int) -> Generator[RankBatch, None, None]:
-        """Yield this rank's batches of `steps` training steps; `begin` is the first step, from 0 over all epochs."""
+        """Yield this rank's batches for `steps` training steps; `begin` is the first, counted from 0 across epochs."""
         order = self.order
         epoch, step = divmod(begin, order.steps_per_epoch)
         rank_batch = order.batch_size // communicator.world_size

@@ -44,8 +44,8 @@ class TrainingSet:
     ) -> None:
         """Open all sources with `open_one`; `held_out` contains a resumed run's held-out counts by shard number.
 
-        Raises `UserError` if `data.train` is empty, or if `data.val` is more than half of the pairs or, in a resumed
-        run, a different number than was held out.
+        Raises `UserError` if `data.train` is empty, if `open_one` or `join` raises it, or if `data.val` is more than
+        half of the pairs or, in a resumed run, a different number than was held out.
         """
         if not data.train_paths:
             raise UserError("Set the training data: --data.train=FOLDER_OF_TARS (or demo:train).")
@@ -86,7 +86,10 @@ class TrainingSet:
         return [Interleave(streams=interleave.streams, block=int(block)) for block in blocks]
 
     def orders(self, batch_size: int, seed: int, interleave: Interleave) -> list[GlobalOrder]:
-        """Return a list with one order per source; a single dataset is one source. `data.drop_last` is not applied."""
+        """Return a list with one order per source; a single dataset is one source. `data.drop_last` is not applied.
+
+        Raises `UserError` if a source has fewer than 2 samples.
+        """
         return [
             GlobalOrder(self.manifest.starts, sizes, batch_size, seed, interleave_of_source)
             for sizes, interleave_of_source in zip(self.sizes_by_source, self.interleaves(interleave), strict=True)

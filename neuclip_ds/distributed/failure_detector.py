@@ -103,7 +103,7 @@ class FailureDetector:
             groups; if it is not set within 5 minutes, all ranks exit.
 
     Raises:
-        UserError: the previous rank cannot be reached.
+        UserError: the previous rank cannot be reached, or its entry in the store, or rank 0's, is unreadable.
     """
 
     communicator: Communicator | None = None

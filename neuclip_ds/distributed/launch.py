@@ -71,8 +71,9 @@ def process_group(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
         max_outage: longest time in seconds that a node may wait for its storage while others wait in a collective.
 
     Raises:
-        UserError: ranks are missing, cannot be reached or have no usable GPU, or differ in their devices, library
-            versions, code or task.
+        UserError: the hostfile does not exist; the launcher's variables are incomplete or invalid; or ranks are
+            missing, cannot be reached or have no usable GPU, or differ in their devices, library versions, code or
+            task.
     """
     refuse_missing_hostfile()
     before = os.environ.copy()
@@ -369,8 +370,8 @@ def rendezvous(
     """Wait for all ranks and compare their fingerprints, which must be equal.
 
     Raises:
-        UserError: a rank has a `problem`, is missing or appears twice, or the fingerprints differ; raised on every rank
-            that arrived.
+        UserError: a rank has a `problem`, is missing or appears twice, or the fingerprints differ (raised on every rank
+            that arrived); rank 0 ends early or sends no result; or an entry of the store is unreadable.
     """
     with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))) as probe:
         address = probe.getsockname()[0]

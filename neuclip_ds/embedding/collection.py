@@ -42,7 +42,7 @@ class ShardImages:
         manifest: the shards.
         captions: sources of captions, as in `data.captions`.
         takes_first: whether an image's caption is the first of its captions. Otherwise, it is the one that training
-            draws in epoch 0 with seed 0, whose features `neuclip-ds embed` stores without --all-captions.
+            draws in epoch 0 with seed 0, whose features `neuclip-ds embed` stores by default.
         cache: cache for remote shards.
     """
 

@@ -41,7 +41,7 @@ class TrunkRecords:
 class FeatureEncoders:
     """Functions and settings to encode images, captions or both."""
 
-    name: str  # of the model, for the record
+    name: str  # of the model, as recorded in embedding.json
     output: Output
     image: EncodeOne | None = None
     preprocessing: Preprocessing | None = None  # of images

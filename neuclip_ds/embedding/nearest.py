@@ -138,7 +138,7 @@ class SearchableModel:
 def check_features(model: SearchableModel, collection: Collection, folder: str) -> None:
     """Raise UserError if the model does not reproduce the first image feature in a folder of features.
 
-    Also raises UserError if that image cannot be read.
+    Also raises UserError if that image cannot be read or decoded.
     """
     images = model.features.images
     number = int(images.index[0])

@@ -63,8 +63,8 @@ def select(
     A rule with `top` needs about 25 bytes of memory per row, and each kept uid takes 56 bytes. Sources are parquet
     files, or folders that contain parquet files at any depth. `out` and the files in `within` are .npy files of pairs
     of 64-bit words (dtype `u8,u8`). Only uids that are in every `within` file are kept, and `refine` may drop more.
-    Raises UserError if a file cannot be read or lacks a column, if `column` is not numeric, if a file in `within` is
-    not sorted, or if no uid remains before `refine`.
+    Raises UserError if a source contains no parquet files, if a file cannot be read or lacks a column, if `column` is
+    not numeric, if a file in `within` is not sorted, or if no uid remains before `refine`.
     """
     files: list[Path] = []
     for source in sources:
@@ -106,7 +106,7 @@ def select(
     if not len(uids):
         choices = "choose wider bounds (--min, --max, --top) or another --column"
         if within:
-            choices += ", or check that the files in --within list uids of these samples"
+            choices += ", or check that the files in --within contain uids of these samples"
         raise UserError(
             f"None of the {counted(samples, 'sample')} is kept ({counted(without_value, 'has', 'have')} no value in "
             f"{column}): {choices}."
@@ -181,7 +181,7 @@ def _files(source: Path) -> list[Path]:
     if (source / EMBEDDING).is_file():
         tables = feature_tables(source)
         if not tables:
-            raise UserError(f"{source} contains no complete part yet: let neuclip-ds embed finish first.")
+            raise UserError(f"{source} contains no complete part yet: let `neuclip-ds embed` finish first.")
         return tables
     files = []
     if source.is_dir():

@@ -68,8 +68,8 @@ class Evaluator:
         """Open the held-out sets.
 
         Raises:
-            UserError: a set is unusable, `run.normalizer_anchors` is set for a method that estimates no normalizers, or
-                `run.best_metric` is set for a run that has nothing to evaluate on.
+            UserError: a set or the shard cache is unusable, `run.normalizer_anchors` is set for a method that estimates
+                no normalizers, or `run.best_metric` is set for a run that has nothing to evaluate on.
         """
         anchors = config.run.normalizer_anchors
         method = config.objective.method
@@ -105,7 +105,8 @@ class Evaluator:
     def __call__(self, engine: Any, loss: ContrastiveLoss) -> dict[str, float]:
         """Evaluate the model; return results by name, equal on all ranks, and their chance levels as `chance/NAME`.
 
-        Raises UserError if no held-out pair can be read, or if a sample of another set cannot be used.
+        Raises UserError if no held-out pair can be read, if a sample of another set cannot be used or, with
+        `run.normalizer_anchors`, if fewer than two training pairs can be read.
         """
         encode = encoder_of(engine, self._communicator.device)
         encoder = BatchEncoder(
@@ -138,7 +139,7 @@ class Evaluator:
         """Write the top-ranked images of some captions in the last evaluation to retrieved.json; call on one rank.
 
         The file is in `folder`. It is not written if there are no held-out pairs, or before the first evaluation. A
-        sample that cannot be read is listed without a picture.
+        sample that cannot be read is listed without its caption and picture.
         """
         pairs = self._held_out.pairs
         if pairs is None or not self._retrieved:
@@ -279,8 +280,8 @@ class HeldOut:
 def open_held_out(config: Config, communicator: Communicator, folder: Path, train: Manifest | None) -> HeldOut:
     """Open the held-out sets of a run on all ranks: validation pairs, zero-shot images, and evaluation sets on disk.
 
-    If `train` is None, no pairs are held out of the training data. Raises `UserError` if a set does not exist or one of
-    its files is damaged, or if the validation pairs are in shards of `train`.
+    If `train` is None, no pairs are held out of the training data. Raises `UserError` if a set or a task in
+    `data.evaluation_tasks` does not exist, if a set is damaged, or if the validation pairs are in shards of `train`.
     """
     options = config.data
     validation = find_validation(options, train)  # a path or a number of training pairs
@@ -312,7 +313,7 @@ def open_held_out(config: Config, communicator: Communicator, folder: Path, trai
 
 
 def _read_sets(zero_shot_set: EvaluationSet | None, task_sets: Sequence[tuple[Task, Path]]) -> None:
-    """Read the tables and the headers of all shards, so that a run with a damaged set fails before its first step."""
+    """Read all tables and all headers of shards, so that a run with a damaged set fails before its first step."""
     evaluation_sets = [open_task_set(task, path) for task, path in task_sets]
     if zero_shot_set is not None:
         evaluation_sets.append(zero_shot_set)

@@ -179,7 +179,7 @@ def caption_retrieval(
         `text_retrieval_recall@k` (images as queries), `mean_recall@1` and `chance`, the chance level of
         `mean_recall@1`; and the same scores for each prefix in `encoder.prefixes`, as `prefixP/NAME`.
 
-    Raises UserError if the set is empty, or a sample is broken or has no caption.
+    Raises UserError if the set is empty or differs between nodes, or if a sample is broken or has no caption.
     """
     communicator = encoder.communicator
     all_images, all_captions, image_of_caption = _encode_all(encoder, folder)
@@ -240,7 +240,7 @@ def _caption_recalls(
 
 
 def read_captions(sample: Sample) -> list[str]:
-    """Return a sample's captions, the lines of the .txt member; raise UserError if there are none."""
+    """Return a sample's captions, the nonblank lines of the .txt member; raise UserError if there are none."""
     captions = [line.strip() for line in sample.text("txt").splitlines() if line.strip()]
     if not captions:
         raise UserError(f"{sample.name} has no caption; add one (in a tar: a .txt member with one caption per line).")

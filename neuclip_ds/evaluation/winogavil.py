@@ -50,10 +50,10 @@ def winogavil(encoder: BatchEncoder, folder: EvaluationSet) -> dict[str, float |
 
     Returns:
         Metrics, equal on all ranks: `avg_jaccard_score`; `jaccard_score_N` for N = 5, 6, 10, 12, 5-6 and 10-12 images;
-        and `chance`, the expected score of random choices from 10-12 images. The last two are None if there are no
-        instances with that number of images.
+        and `chance`, the expected score of random choices from 10-12 images. A `jaccard_score_N` or `chance` is None if
+        no instance has that number of images.
 
-    Raises UserError if the set is empty or an instance is broken.
+    Raises UserError if the set is empty or differs between nodes, or if an instance is broken.
     """
     communicator = encoder.communicator
     device = communicator.device

@@ -28,7 +28,7 @@ def classify(
     """Classify every image of a set once.
 
     Returns counts over the whole set, by class and, for each rule, by group, as in DataComp's WILDS and fairness sets.
-    Raises UserError on all ranks if the set is empty or one of its samples is unreadable.
+    Raises UserError on all ranks if the set is empty or differs between nodes, or if one of its samples is unusable.
     """
     classes = class_embeddings(encoder, image_set)
     counts = ClassAccumulator(len(classes), classes.device)

@@ -51,7 +51,7 @@ class LossOutput:
 
 @dataclass(frozen=True)
 class AdamSettings:
-    """Betas and epsilon of Adam, for the temperature and, with `npn.order=joint`, for the prototypes."""
+    """Betas and epsilon of Adam, for the temperature, SigLIP's bias and, with `npn.order=joint`, the prototypes."""
 
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-6
@@ -137,7 +137,8 @@ class LossFunction(Stateful):
     temperature, are not parameters of the model: each training call updates them.
 
     Args:
-        components: the parts of the loss that have state, keyed by the prefix of their entries in the state.
+        components: the parts of the loss that have state, keyed by the prefix of their entries in the replicated state;
+            the names of their row tables have no prefix and must differ.
     """
 
     uses_stored: frozenset[str] = frozenset()
@@ -186,7 +187,10 @@ class LossFunction(Stateful):
     def row_tables(self) -> dict[str, RowTable]:
         tables: dict[str, RowTable] = {}
         for component in self._components.values():
-            tables.update(component.row_tables())
+            for name, table in component.row_tables().items():
+                if name in tables:
+                    raise ValueError(f"Two components of the loss have a table {name!r}: give each table its own name.")
+                tables[name] = table
         return tables
 
 

@@ -80,7 +80,7 @@ class ContrastiveLoss(nn.Module):
         print(loss_fn.metrics["batch_loss"], loss_fn.temperature)
 
     Attributes:
-        lr: current learning rate of the encoders. The learning rates of the temperature (with
+        lr: current learning rate of the encoders. The learning rates of the temperature and of SigLIP's bias (with
             `temperature.schedule=encoder`) and of the prototypes (with `npn.order=joint`) follow it. Set `lr` after
             each scheduler step: `loss_fn.lr = scheduler.get_last_lr()[0]`.
         scaler: the training loop's `torch.amp.GradScaler`, if any. With a scaler, the loss reverts the state updates of
@@ -384,8 +384,8 @@ class ContrastiveLoss(nn.Module):
         if training and not loss.requires_grad and not self._warned:
             self._warned = True
             log.warning(
-                "A training call updated the loss, but the features require no gradient. For an evaluation, call "
-                "eval() or use torch.no_grad(); for training, do not detach the features."
+                "A training call updated the loss's state, but the features require no gradient. For an evaluation, "
+                "call eval() or use torch.no_grad(); for training, do not detach the features."
             )
         return loss
 
@@ -498,7 +498,8 @@ class ContrastiveLoss(nn.Module):
             A context manager that yields a `TwoPass`; call its methods as in the example.
 
         Raises:
-            RuntimeError: a call of one of these methods is missing, extra or out of order.
+            RuntimeError: a call of a `TwoPass` method is missing, extra or out of order, or the two passes differ; see
+                the methods.
 
         Example:
             import torch
@@ -566,8 +567,8 @@ class ContrastiveLoss(nn.Module):
 
         Raises:
             UserError: the folder is incomplete or cannot be read, or was saved with a different `method`, `dim`,
-                `samples` or option. Only `chunk_size`, `comm_dtype`, `npn.replicas`, `reference_model` and the options
-                under `distill` may differ.
+                `samples` or option. Of the options, only `chunk_size`, `comm_dtype`, `npn.replicas`, `reference_model`
+                and those under `distill` may differ.
         """
         folder = Path(folder)
         if not (folder / INDEX).is_file():
@@ -628,8 +629,8 @@ class ContrastiveLoss(nn.Module):
             raise UserError(f"epochs={epochs} must be above 0.")
         if self._config.needs_epochs and steps_per_epoch is None:
             raise UserError(
-                f"Schedules of {self._config.method} depend on the epoch or on the progress of the run: pass epochs "
-                "and steps_per_epoch."
+                f"{self._name} has schedules that depend on the epoch or on the progress of the run: pass epochs and "
+                "steps_per_epoch."
             )
 
     def _build(self, communicator: Communicator, dtype: torch.dtype) -> None:

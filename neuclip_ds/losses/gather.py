@@ -96,7 +96,8 @@ class PendingBatch:
 
         Args:
             name: `reference`, or `teacher`; each teacher of an ensemble is added separately.
-            image, text: (b, D) normalized rows on any device, in the order of `index`. They are sent like the features.
+            image, text: (b, D) normalized rows on any device, in the order of `index`. Like the features, they are
+                gathered from all ranks in the dtype that `comm_dtype` selects.
 
         Raises:
             ValueError: the shapes do not match.

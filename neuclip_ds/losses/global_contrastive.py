@@ -309,7 +309,10 @@ class GlobalTemperatureRule:
 
     @classmethod
     def of(cls, config: ObjectiveConfig, context: LossContext) -> "GlobalTemperatureRule":
-        """Return the settings of the configured rule; raise `UserError` if it needs n, and n is unknown."""
+        """Return the settings of the configured rule.
+
+        Raises `UserError` if the rule needs n, and n is unknown, or if tau at step 0 is unknown or out of bounds.
+        """
         if config.temperature.rule == "learned":
             if not context.samples:
                 raise UserError(

@@ -16,12 +16,11 @@ and attracted both as an anchor and as a partner. The queue's entries are not an
 attract t_i without repelling it. With q_ik the softmax of z_ik over k,
 
     h_i = v_i (sum_k q_ik W_k - t_i)/tau,   v_i = kappa ghat_i/((1 + kappa) exp(alpha_i))
-    grad_{e_i} += (h_i - mean_j h_j)/(2 B)  (j: anchors of the same direction in the whole batch)
+    grad_{e_i} += (h_i - mean_j h_j)/(2 B)  (j: anchors of the same modality in the whole batch)
 
-The entries are features of earlier steps. When all features drift in one direction, as in towers at the start of
-training, the entries lie behind them, and the h_i have a large common part that drives the features further away. The
-drift then accelerates, and the towers collapse. Without this part, the entries only move anchors relative to each
-other.
+The entries are features of earlier steps. When all features drift the same way, as at the start of training, the
+entries lag behind them, and the h_i have a large common part that drives the features further away. The drift then
+accelerates, and the towers collapse. Without this part, the entries only move anchors relative to each other.
 
 The total weight of the batch's negatives is g_i/((1 + kappa) exp(alpha_i)), which is at most 1. Each rank has a
 bit-identical copy of the queue and computes the terms of its local anchors; one all-reduce of 2 d values sums the h_i.

@@ -48,8 +48,8 @@ class TemperatureConfig(Section):
     """How neuclip and neuclip_queue learn tau. `robust` uses rho (NeuCLIP eq. 12) and is neuclip's default. `learned`
     works as in OpenCLIP, with eps = 1/(n-1) for n training samples and without rho, and is neuclip_queue's default."""
     schedule: Literal["encoder", "constant", "third_below_0.03"] = "encoder"
-    """Schedule of the temperature's learning rate: the encoders' schedule (`encoder`), `constant`, or constant but
-    divided by 3 while tau < 0.03 (`third_below_0.03`, FastCLIP)."""
+    """Schedule of the learning rate of the temperature and of SigLIP's bias: the encoders' schedule (`encoder`),
+    `constant`, or constant but divided by 3 while tau < 0.03 (`third_below_0.03`, FastCLIP)."""
     rho: float | Annotated[list[float], Field(min_length=1)] = 0.0
     """Margin rho of the robust contrastive loss (FastCLIP eq. 10). For a list, each entry applies to an equal fraction
     of the run."""

@@ -30,9 +30,9 @@ def register_loss(name: str, builder: LossBuilder, options: type[Section] | None
         options: subclass of `neuclip_ds.Section` with the loss's options; the builder reads them as `config.NAME`.
 
     Raises:
-        UserError: the name is not a Python identifier that begins with a letter, is a Python keyword, or already
-            belongs to a method of the package or an option; the builder cannot be called; or `options` is not a
-            subclass of `Section` or contains an option without a valid default.
+        UserError: the name is not a Python identifier that begins with a letter, is a Python keyword, or is already the
+            name of one of the package's methods or of an option or attribute of `ObjectiveConfig`; `builder` is not
+            callable; or `options` is not a subclass of `Section` or contains an option without a valid default.
 
     Example:
         import neuclip_ds
@@ -57,7 +57,10 @@ def register_loss(name: str, builder: LossBuilder, options: type[Section] | None
     is_registered = name in METHODS and not isinstance(METHODS[name].builder, str)
     is_attribute = name in ObjectiveConfig.model_fields or hasattr(ObjectiveConfig, name)
     if is_attribute or (name in METHODS and not is_registered):
-        raise UserError(f"register_loss: {name} is already the name of a method or of an option; choose another name.")
+        raise UserError(
+            f"register_loss: {name} is already the name of a method, or of an option or attribute of ObjectiveConfig; "
+            "choose another name."
+        )
     if options is None:
         REGISTERED_OPTIONS.pop(name, None)
         METHODS[name] = Method(builder=builder, estimates_normalizers=False)

@@ -108,7 +108,7 @@ class StoredBatch:
             yield TEACHER, rows
 
     def problem(self, rows: int, valid: Tensor | None) -> str | None:
-        """Return a message about the first stored features that do not fit a batch of `rows` rows, or None."""
+        """Return a message about the first stored features that a batch of `rows` rows cannot use, or None."""
         for name, (image, text) in self:
             problem = problem_with_stored(name, image, text, rows, valid)
             if problem is not None:

@@ -26,7 +26,7 @@ def build_dual_encoder(
 ) -> DualEncoder:
     """Build the dual encoder that a config describes; random weights depend only on torch's seed.
 
-    The text tower uses OpenAI's quick GELU if the image model is one of timm's `quickgelu` variants, and GELU
+    A new text tower uses OpenAI's quick GELU if the image model is one of timm's `quickgelu` variants, and GELU
     otherwise, as in open_clip's configs.
 
     Args:
@@ -55,11 +55,11 @@ def build_dual_encoder(
 def apply_common_options(model: DualEncoder, config: ModelConfig) -> DualEncoder:
     """Apply, in place, the options that are common to all models.
 
-    These are `vision.class_token_only`, `text.packed`, activation checkpointing, dropout on the projections, freezing
-    and LoRA adapters.
+    These are `vision.class_token_only`, `text.packed`, activation checkpointing, dropout on the projections' inputs,
+    freezing and LoRA adapters.
 
     Raises:
-        UserError: a tower does not support an option.
+        UserError: a tower does not support an option, or LoRA is enabled and peft is not installed.
     """
     compute_class_token_only(model.vision, config.vision.class_token_only)
     if config.text.packed is True and model.text.pack is None:

@@ -39,7 +39,7 @@ from neuclip_ds.models.pretrained.base import (
 from neuclip_ds.models.pretrained.files import SENTENCE_TRANSFORMERS
 from neuclip_ds.models.pretrained.text_encoder import PretrainedTextTower, TextEncoderTokenizer
 from neuclip_ds.models.pretrained.transformers_models import MODEL_TYPES
-from neuclip_ds.models.tokenizer import CaptionTokenizer, make_readable_by_transformers_4
+from neuclip_ds.models.tokenizer import CaptionTokenizer, make_readable_by_transformers_4, save_tokenizer
 
 _IMAGE = "vision.trunk."  # prefixes of our tensor names
 _TEXT = "text.trunk."
@@ -432,7 +432,7 @@ def _save_tokenizer(towers: TrainedTowers, folder: Path) -> None:
     if tokenizer.is_fast:
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
     make_readable_by_transformers_4(tokenizer, folder)
 
 

@@ -97,7 +97,7 @@ def pack_captions(tokens: Tensor, eos_id: int | None) -> PackedCaptions:
     Args:
         tokens: (b, T) int64 token ids; if they are on a GPU, the host waits for them.
         eos_id: id of the token whose first occurrence is pooled; if it does not occur, the first token of the caption
-            is pooled. With None, the largest id of the caption is pooled.
+            is pooled. With None, the token with the largest id is pooled.
     """
     scores = tokens if eos_id is None else tokens.eq(eos_id).int()
     lengths = scores.argmax(dim=1) + 1

@@ -15,7 +15,7 @@ from neuclip_ds.models.trained_parts import block_names
 
 
 def checkpointed_blocks(tower: nn.Module, name: str, activation_checkpointing: bool | int) -> list[str]:
-    """Return the names of a tower's blocks to checkpoint, starting from the first block.
+    """Return the names of a tower's blocks to checkpoint.
 
     If only some blocks are checkpointed, they are the first ones: the backward pass frees the activations of the last
     blocks before it recomputes earlier ones.

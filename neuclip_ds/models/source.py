@@ -142,7 +142,8 @@ def locate_model(config: ModelConfig, weights: bool = True) -> ModelRef:
         A reference to pass to `model_source` on every rank.
 
     Raises:
-        UserError: a checkpoint or a tower does not exist, or cannot be downloaded.
+        UserError: a checkpoint or a tower does not exist, cannot be downloaded or is not supported, or open_clip is
+            needed and not installed.
     """
     if config.pretrained:
         from neuclip_ds.models.pretrained.locate import locate
@@ -183,7 +184,11 @@ def _image_weights(path: str, preprocessing: Mapping[str, Any]) -> ImageWeights:
 
 
 def model_source(config: ModelConfig, ref: ModelRef) -> ModelSource:
-    """Open the source that `locate_model` found; raise UserError if the config of a checkpoint or tower is unusable."""
+    """Open the source that `locate_model` found, on any rank.
+
+    Raises UserError if a checkpoint's folder is missing on this node, or the config of a checkpoint or tower is
+    unusable.
+    """
     if isinstance(ref, CheckpointRef):
         from neuclip_ds.models.pretrained.locate import open_checkpoint
 
@@ -216,7 +221,7 @@ def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, LogitPar
     """Return a saved run's model source and initial logit parameters, without reading pretrained weights.
 
     `ModelSource.save` must have written the folder. If the run started from a checkpoint, the folder determines the
-    image size and the context length. Raises UserError if files are missing.
+    image size and the context length. Raises UserError if files are missing or unusable.
     """
     if config.pretrained:
         config = with_sizes(config, None, None)

@@ -119,12 +119,7 @@ class CaptionTokenizer:
         # some classes pad or truncate on the left by default
         self.inner.init_kwargs["padding_side"] = self.inner.padding_side
         self.inner.init_kwargs["truncation_side"] = self.inner.truncation_side
-        try:
-            self.inner.save_pretrained(folder)
-        except Exception as error:
-            if type(error) is Exception:  # the tokenizers library raises this for file-system errors
-                raise OSError(str(error)) from error
-            raise
+        save_tokenizer(self.inner, folder)
         make_readable_by_transformers_4(self.inner, Path(folder))
 
     @classmethod
@@ -163,6 +158,16 @@ class CaptionTokenizer:
                 single=[*names[:-1], "$A", names[-1]], special_tokens=list(zip(names, special_ids, strict=True))
             )
         return closed
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path | str) -> None:
+    """Save the files of a transformers tokenizer; raise OSError if that fails."""
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        if type(error) is Exception:  # the tokenizers library raises this for file-system errors
+            raise OSError(str(error)) from error
+        raise
 
 
 def named_tokenizer(text: TextConfig) -> CaptionTokenizer:

@@ -28,7 +28,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment, local_ranks
 from neuclip_ds.distributed.launch import read_hostfile
 from neuclip_ds.engine.config import load_engine_config, precision, zero_stage
-from neuclip_ds.engine.precision import resolve_comm_dtype
+from neuclip_ds.engine.precision import resolve_comm_dtype, towers_dtype
 from neuclip_ds.errors import UserError, counted
 from neuclip_ds.evaluation.evaluator import open_held_out
 from neuclip_ds.losses.stored_features import stored_folders
@@ -117,9 +117,10 @@ def print_dry_run(
         received = (world_size - 1) * query.rank_batch * bytes_per_pair / 1e6
         lines.append(f"traffic    {received:,.2f} MB of features received per rank and step (computed)")
         if measured is not None and order:
-            # each rank receives gradients and updated weights, two bytes per element
+            # each rank receives float32 gradients twice, as in an all-reduce, and the updated weights once
+            element_bytes = 2 * torch.float32.itemsize + towers_dtype(engine).itemsize
             trained = Parameters.of(query.build()).trained
-            step_bytes = 1e6 * received + 2 * 2 * trained * (world_size - 1) / world_size
+            step_bytes = 1e6 * received + element_bytes * trained * (world_size - 1) / world_size
             steps = run_length(order, config.epochs, config.max_steps)
             speed = attempt(lambda: read_speed(measured, config))
             if speed is not None:

@@ -23,6 +23,7 @@ import yaml
 
 from neuclip_ds.config import CONFIG, without_replaced
 from neuclip_ds.errors import UserError, counted
+from neuclip_ds.files import atomic_write
 from neuclip_ds.reporting.blends import FILE as BLENDS_FILE
 from neuclip_ds.reporting.blends import Blends, blends_plot
 from neuclip_ds.reporting.events import read_events
@@ -72,7 +73,8 @@ _COUNT_METRICS = ("retrieval_pairs", "zero_shot_images", "normalizer_anchors", "
 def write_report(run: Path) -> Path:
     """Write RUN/report.html from a run's files and return its path.
 
-    Raises `UserError` if the run has no metrics.jsonl, or its config.yaml is missing or damaged.
+    Raises `UserError` if the run has no metrics.jsonl, or its config.yaml is missing or damaged, and `OSError` if the
+    report cannot be written.
     """
     series = read_series(run)
     options = {name: value for name, (_, value) in changed_options({}, _read_config(run)).items()}
@@ -96,14 +98,16 @@ def write_report(run: Path) -> Path:
         script=_SCRIPT,
     )
     path = run / "report.html"
-    path.write_text(page, encoding="utf-8")
+    with atomic_write(path) as temporary:
+        temporary.write_text(page, encoding="utf-8")
     return path
 
 
 def write_comparison(runs: Sequence[Path], path: Path) -> None:
     """Write a page that compares runs: scores, options that differ, and a plot of each metric with a curve per run.
 
-    Raises `UserError` if a run is named twice, has no metrics.jsonl, or has a missing or damaged config.yaml.
+    Raises `UserError` if a run is named twice, has no metrics.jsonl, or has a missing or damaged config.yaml, and
+    `OSError` if the page cannot be written.
     """
     names = run_names(runs)
     series_of_runs = {name: read_series(run) for name, run in zip(names, runs, strict=True)}
@@ -124,7 +128,8 @@ def write_comparison(runs: Sequence[Path], path: Path) -> None:
         data=_plot_data(_plots_of_runs(series_of_runs)),
         script=_SCRIPT,
     )
-    path.write_text(page, encoding="utf-8")
+    with atomic_write(path) as temporary:
+        temporary.write_text(page, encoding="utf-8")
 
 
 def _read_config(run: Path) -> dict[str, Any]:
@@ -268,7 +273,7 @@ def _chance_of(score: str, series: Mapping[str, Series]) -> float | None:
 
 
 def _trials(score: str, series: Mapping[str, Series]) -> int:
-    """Return the number of queries or images that a score is a mean over, or 0 if it is unknown."""
+    """Return the number of queries or images over which a score is averaged, or 0 if the number is unknown."""
     name = score.removeprefix(AVERAGED)
     counted = "zero_shot_images" if name.startswith("zero_shot_top") else "retrieval_pairs"
     if counted not in series or not name.startswith(_COUNTED_SCORES):

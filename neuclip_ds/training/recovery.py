@@ -82,8 +82,9 @@ def without_batch_norm_updates(engine: Engine) -> Iterator[None]:
 def load_recovered_state(checkpoint: Path, context: RunContext, loss: ContrastiveLoss) -> None:
     """Load the recovered state selected by `recovery.restore` into a new engine and loss.
 
-    Raises `UserError` if moments are loaded and the recovery had different weights or a different optimizer, or if u is
-    loaded and the recovery had different data, temperature or reference model, or a loss without u.
+    Raises `UserError` if moments are loaded and the recovery had a different model, different weights or a different
+    optimizer, or if u is loaded and the recovery had different data, a different temperature or reference model, or a
+    loss without u.
     """
     restore = context.config.recovery.restore
     optimizer = context.config.optimizer.name
@@ -117,7 +118,7 @@ def load_recovered_state(checkpoint: Path, context: RunContext, loss: Contrastiv
             check_temperature(checkpoint, trained_temperature(files.replicated(OBJECTIVE)), float(tau))
         files.fill({_TABLE: tables[_TABLE]})
         restored.append("statistics")
-    log.info("loaded the recovered state from %s: %s", checkpoint, " and ".join(restored) or "none")
+    log.info("loaded %s from the recovery in %s (recovery.restore)", " and ".join(restored) or "nothing", checkpoint)
 
 
 def check_temperature(checkpoint: Path, recovered_tau: Tensor | None, tau: float) -> None:

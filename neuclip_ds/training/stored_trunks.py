@@ -81,7 +81,9 @@ def check_trunks(
 def check_trunk_outputs(
     tables: Mapping[str, FeatureTable], model: DualEncoder, preprocessing: Preprocessing, tokenizer: ModelTokenizer
 ) -> None:
-    """Raise `UserError` unless the tables fit the model's projections and have the run's preprocessing and pooling.
+    """Raise `UserError` unless the tables fit the model's projections and were computed with the run's settings.
+
+    These settings are the preprocessing of images, and the context length and pooling of texts.
 
     Args:
         tables: the tables of the run, by name.

@@ -244,8 +244,8 @@ class Run:
 def build_run(config: Config, communicator: Communicator, folder: Path, staged: Path) -> Run:
     """Build a run and resume it from its newest checkpoint, if any; all ranks call this together.
 
-    Writes new files to `staged` instead of the run's folder. Raises `UserError` if the config, the data or a checkpoint
-    is invalid.
+    Writes new files to `staged` instead of the run's folder. Raises `UserError` if the config, the data, the model or a
+    checkpoint is invalid.
     """
     engine_config = load_engine_config(config, communicator.world_size)
     resumed = newest_checkpoint(config, communicator, folder)

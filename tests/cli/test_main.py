@@ -52,6 +52,7 @@ MISTAKES |= {
     ("embed", "a/b", ".", "--out=out", "--crop-scale=0.5"): "--crop-scale has no effect without --crops",
     ("embed", "timm:a", ".", "--out=out", "--seed=1"): "--seed has no effect without --crops",
     ("embed", "a/b", ".", "--out=out", "--all-captions", "--seed=1"): "--seed has no effect without --crops",
+    ("embed", "hf:a", ".", "--out=out", "--all-captions", "--seed=1"): "--seed has no effect with --all-captions",
     ("embed", "a/b", ".", "--out=out", "--seed=-1"): "--seed=-1 must be 0 or more",
     ("embed", "a/b", ".", "--out=out", "--crops=2", "--crop-scale=1"): "--crop-scale=1 must be above 0 and below 1",
 }

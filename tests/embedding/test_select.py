@@ -79,7 +79,7 @@ def test_only_uids_in_every_other_list_are_kept(tmp_path: Path, pool: Path) -> N
     select([pool], "score", Rule(minimum=0.0), tmp_path / "kept.npy", within=lists)
     assert read_uids(tmp_path / "kept.npy") == uids_of(0)
     # sample 7 has no uid, but that is not why none is kept
-    with pytest.raises(UserError, match=r"None of the 8 samples is kept .* the files in --within list uids"):
+    with pytest.raises(UserError, match=r"None of the 8 samples is kept .* the files in --within contain uids"):
         select([pool], "score", Rule(minimum=0.6), tmp_path / "kept.npy", within=lists[:1])
     np.save(lists[1], np.array(uids_of(0, 3)[::-1], dtype=UID))
     with pytest.raises(UserError, match=r"second\.npy is not sorted"):

@@ -458,7 +458,7 @@ def test_features_without_a_gradient_are_reported_once(caplog: pytest.LogCapture
         loss_of("openclip")(image, text)
     loss_of("openclip")(image, text.detach())
     (record,) = caplog.records
-    assert record.message.startswith("A training call updated the loss, but the features require no gradient.")
+    assert record.message.startswith("A training call updated the loss's state, but the features require no gradient.")
 
 
 def test_the_temperature_follows_the_loops_learning_rate() -> None:

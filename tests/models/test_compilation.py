@@ -147,6 +147,6 @@ def test_auto_means_blocks_on_gpus_with_a_compiler_and_without_zero_3(monkeypatc
 
 
 def test_true_is_refused_with_a_hint() -> None:
-    with pytest.raises(ValueError, match="use blocks or towers"):
+    with pytest.raises(ValueError, match="use auto, blocks or towers"):
         ModelConfig.model_validate({"compile": "true"})
     assert ModelConfig.model_validate({"compile": "false"}).compile is False

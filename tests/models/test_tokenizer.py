@@ -3,6 +3,7 @@ import os
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerFast, Wav2Vec2CTCTokenizer
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.bpe import BOS, EOS, train_bpe
+from neuclip_ds.models.pretrained.text_encoder import TextEncoderTokenizer
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 
 CAPTIONS = ["A dog runs over the grass", "two cats sleep on a sofa", "a dog and a cat", "Ein Hund läuft"] * 3
@@ -108,6 +110,17 @@ def test_saved_and_pickled_tokenizers_return_the_same_tokens(tmp_path) -> None:
 )
 def test_rows_of_tokenizers_with_other_special_tokens(special: dict[str, str], rows: list[list[int]]) -> None:
     assert CaptionTokenizer.closed(word_level(**special), 5)(["a dog", ""]).tolist() == rows
+
+
+@pytest.mark.parametrize(
+    "tokenizer", [TOKENIZE, TextEncoderTokenizer(word_level(eos_token="</s>"), 8, False)], ids=["own", "text encoder"]
+)
+def test_a_tokenizer_that_cannot_be_written_is_an_error_of_the_file_system(
+    tokenizer: CaptionTokenizer | TextEncoderTokenizer, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.json").mkdir()
+    with pytest.raises(OSError, match="Is a directory"):
+        tokenizer.save(tmp_path)
 
 
 def test_a_tokenizer_in_python_that_cannot_add_eos_is_refused(tmp_path) -> None:

@@ -13,7 +13,8 @@ STORED_WIDTH = "width of the stored features of a reference model and of teacher
 def config_for(method: str | None, argv: Sequence[str]) -> Config:
     """Return the config of a recipe with options NAME=VALUE, omitting options that the method does not read.
 
-    If `method` is None, the recipe's method is used.
+    If `method` is None, the recipe's method is used. Raises `UserError` if the recipe, the method or an option is
+    invalid.
     """
     recipe, *options = argv
     arguments = [recipe]

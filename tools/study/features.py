@@ -88,6 +88,9 @@ def load_splits(folder: Path, validation: int = VALIDATION) -> Splits:
     """Load the features that `cache_features` or `cache_pixels` wrote, and standardize them by the training shards.
 
     The last `validation` images of the training shards become the validation split.
+
+    Raises:
+        UserError: a file cannot be read.
     """
     train = _load_pairs(folder / "train.safetensors")
     test = _load_pairs(folder / "test.safetensors")

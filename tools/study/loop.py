@@ -142,7 +142,7 @@ def train(
         guides: folder of the saved runs that serve as the run's reference and teacher.
 
     Raises:
-        UserError: there are fewer training pairs than the batch size.
+        UserError: there are fewer training pairs than the batch size, or the reference or the teacher was not saved.
     """
     order = torch.Generator().manual_seed(run.seed)
     pairs = pairs.between(run.first, run.last)

@@ -65,7 +65,7 @@ _SITUATIONS = {
     "50% wrong captions": ("map_noise", "noise=0.5", (16,)),
     "80% copied pairs": ("map_copies", "copies=0.8", (16,)),
     "from scratch, 2 epochs": ("trained_scenes", "epochs=2", (16,)),
-    "pretrained, 2 epochs": ("trained_photographs", "", (10,)),
+    "pretrained, 2 epochs, same learning rate": ("trained_photographs", "", (10,)),
 }
 
 
@@ -440,15 +440,16 @@ def trained_towers() -> str:
     scenes = _by_arm("trained_scenes")
     rows: list[list[str]] = []
     for arm in arms_of("trained_scenes"):
-        lr = next(iter(scenes[arm].values())).run["lr"]
         tau = statistics.mean(result.results["tau"] for result in scenes[arm].values())
         if arm == PEER:
             title = f"recall of `{PEER}`"
-            cells = [mean(by_arm.get(PEER, {})) for by_arm in columns.values()]
+            cells = [mean(by_arm.get(PEER, {})) for by_arm in columns.values()] + ["-"]
         else:
             title = label(arm)
             cells = [gain(by_arm.get(arm, {}), by_arm.get(PEER, {})) for by_arm in columns.values()]
-        rows.append([title, f"{lr:g}", f"{tau:.3f}", *cells])
+            on_photographs = runs("trained_photographs", arm, 10)
+            cells.append(gain(on_photographs, _peer_at_the_rate_of(on_photographs)))
+        rows.append([title, f"{_rate_of(scenes[arm]):g}", f"{tau:.3f}", *cells])
     results: list[Result] = []
     for by_arm in columns.values():
         for seeds in by_arm.values():
@@ -456,13 +457,28 @@ def trained_towers() -> str:
 
     # runs on photographs with another learning rate than the one that was best on scenes
     photographs = "photographs, 2 epochs"
-    for arm, seeds in _by_arm("photographs_rate").items():
-        rate = f"{next(iter(seeds.values())).run['lr']:g}"
-        by_column = dict.fromkeys(columns, "-") | {photographs: gain(seeds, columns[photographs][PEER])}
-        rows.append([label(arm), rate, "-", *by_column.values()])
-        results += seeds.values()
+    for stage in ("photographs_half_rate", "photographs_rate"):
+        for arm, seeds in _by_arm(stage).items():
+            by_column = dict.fromkeys(columns, "-") | {photographs: gain(seeds, columns[photographs][PEER])}
+            at_its_rate = "-" if arm == PEER else gain(seeds, _peer_at_the_rate_of(seeds))
+            rows.append([label(arm), f"{_rate_of(seeds):g}", "-", *by_column.values(), at_its_rate])
+            results += seeds.values()
     head = [f"recall minus that of `{PEER}`", "learning rate", "final tau, scenes", *columns]
+    head.append(f"photographs, minus `{PEER}` at the same rate")
     return markdown(head, rows, results)
+
+
+def _rate_of(seeds: Seeds) -> float:
+    """Return the learning rate that all runs of an arm share."""
+    (rate,) = {result.run["lr"] for result in seeds.values()}
+    return float(rate)
+
+
+def _peer_at_the_rate_of(ours: Seeds) -> Seeds:
+    """Return the runs of OpenCLIP on photographs with the same learning rate, or none if there are none."""
+    stages = ("trained_photographs", "photographs_half_rate")
+    peers = [result for result in of_stages(*stages) if result.arm == PEER]
+    return {peer.seed: peer for peer in peers if ours and peer.run["lr"] == _rate_of(ours)}
 
 
 def pairs_of_trained_towers() -> str:
@@ -514,7 +530,10 @@ def gains_by_situation() -> str:
             for arm, batch in itertools.product(arms, batches):
                 ours = runs(stage, arm, batch, setting)
                 if ours:
-                    gains.append((ours, runs(stage, PEER, batch, setting)))
+                    theirs = runs(stage, PEER, batch, setting)
+                    if stage == "trained_photographs":  # the searched rates differ by a factor of two
+                        theirs = _peer_at_the_rate_of(ours)
+                    gains.append((ours, theirs))
                     results += ours.values()
             cells.append(gain(*gains[0]) if len(batches) == 1 and gains else range_of_gains(gains))
         if set(cells) != {"-"}:

@@ -45,6 +45,9 @@ def cache_pixels(source: str, folder: Path) -> None:
 
     Args:
         source: a folder with shards in train/ and val/, or demo:N for N rendered scenes.
+
+    Raises:
+        UserError: there are no shards.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = {split: folder / f"{split}.safetensors" for split in ("train", "test")}

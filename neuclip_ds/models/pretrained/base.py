@@ -35,8 +35,8 @@ class CheckpointRef(NamedTuple):
     """Location of a checkpoint, returned by `locate`; can be sent to other ranks."""
 
     library: str  # `transformers` or `open_clip`
-    path: str  # folder, or weights file if `name` gives the architecture; empty if no weights are needed
-    name: str = ""  # ARCHITECTURE/TAG, for checkpoints that the library lists by name
+    path: str  # folder, or weights file if `name` gives the architecture (empty if no weights are needed)
+    name: str = ""  # ARCHITECTURE/TAG for weights that the library lists, ARCHITECTURE/ for a file, empty for a folder
 
 
 class LogitParameters(NamedTuple):
@@ -157,7 +157,8 @@ class ModelSource(ABC):
         Args:
             folder: the folder to write to, which is created.
             logits: the initial temperature and bias.
-            start_hash: hash of the weights of `model.pretrained`, which blends and soups compare; None without it.
+            start_hash: hash of the weights of `model.pretrained`, which blends and soups compare; None without
+                `model.pretrained`.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.save_files(folder)

@@ -107,7 +107,7 @@ def _read_folder(folder: Path, image_size: int | None) -> ImageEncoderRef:
 def open_image_encoder(ref: ImageEncoderRef) -> VisionTower:
     """Load an image encoder as a tower without a projection, in float32.
 
-    Raises UserError if timm cannot build the architecture, or the weights cannot be read or do not match it.
+    Raises UserError as in `read_tensors` and `pretrained_trunk`.
     """
     options = {name: value for name, value in ref.options.items() if name not in ("img_size", "num_classes")}
     vision = VisionConfig(name=ref.architecture, pretrained=ref.weights, image_size=ref.image_size, options=options)

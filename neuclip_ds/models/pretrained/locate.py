@@ -24,8 +24,8 @@ def locate(name: str, weights: bool = True) -> CheckpointRef:
         weights: whether to locate the weights as well; planning needs only the architecture.
 
     Raises:
-        UserError: the checkpoint does not exist or cannot be downloaded, is a file without an architecture, or needs
-            open_clip, which is not installed.
+        UserError: the checkpoint does not exist, cannot be downloaded or is not supported, is a file without an
+            architecture, or needs open_clip, which is not installed; or as in `locate_by_name`.
     """
     path = name.removeprefix("open_clip:")
     names_open_clip = path != name
@@ -45,7 +45,8 @@ def open_checkpoint(ref: CheckpointRef, config: ModelConfig = _AS_PUBLISHED) -> 
     """Open the checkpoint that `locate` found, on any rank.
 
     Raises:
-        UserError: a required file is missing, incomplete or unsupported, or open_clip is needed and not installed.
+        UserError: a required file is missing, incomplete or unsupported, the model does not support the image size in
+            `config`, or open_clip is needed and not installed.
     """
     if not Path(ref.path).exists():
         raise UserError(

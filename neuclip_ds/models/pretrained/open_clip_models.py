@@ -42,6 +42,7 @@ from neuclip_ds.models.tokenizer import (
     CaptionTokenizer,
     ModelTokenizer,
     make_readable_by_transformers_4,
+    save_tokenizer,
 )
 from neuclip_ds.models.towers import DualEncoder, TextTower, VisionTower
 
@@ -122,9 +123,8 @@ class OpenClipTokenizer:
         return self.inner(captions) if captions else torch.empty(0, self.context_length, dtype=torch.int64)
 
     def save(self, folder: Path | str) -> None:
-        """Save the tokenizer's files for `transformers.AutoTokenizer`."""
         tokenizer = to_transformers_tokenizer(self.inner)
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)
         make_readable_by_transformers_4(tokenizer, Path(folder))
 
 
@@ -279,9 +279,10 @@ def _set_timm_image_size(visual: Any, vision_config: Mapping[str, Any]) -> None:
 
 
 def _timm_name(name: str, size: int) -> str:
-    """Return the name of timm's model `name` for images of `size` pixels; raise UserError if timm has none.
+    """Return timm's name for the model `name` at an image size of `size` pixels; raise UserError if timm lists none.
 
-    open_clip builds each of timm's models at timm's own size, whatever the image size in the config.
+    A model that takes images of any size keeps its name. open_clip builds each of timm's models at timm's own size,
+    whatever the image size in the config.
     """
     names = names_by_image_size(name)
     if not names:

@@ -29,7 +29,7 @@ from neuclip_ds.models.pretrained.files import (
     save_small_files,
 )
 from neuclip_ds.models.pretrained.transformers_models import WEIGHT_PATTERNS, WEIGHTS
-from neuclip_ds.models.tokenizer import load_tokenizer
+from neuclip_ds.models.tokenizer import load_tokenizer, save_tokenizer
 from neuclip_ds.models.towers import TextTower, new_projection
 
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
@@ -159,8 +159,7 @@ class TextEncoderTokenizer:
         return ids
 
     def save(self, folder: Path | str) -> None:
-        """Save the tokenizer's files for `transformers.AutoTokenizer`."""
-        self.inner.save_pretrained(folder)
+        save_tokenizer(self.inner, folder)
 
 
 @dataclass(frozen=True, kw_only=True)

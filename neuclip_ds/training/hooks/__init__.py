@@ -85,7 +85,7 @@ class Hook:
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Called before `start` with the hook's state from the checkpoint, if the checkpoint contains it."""
+        """Restore the hook's state from a checkpoint; called before `start` if the checkpoint contains such a state."""
 
     def close(self, loop: Loop, error: BaseException | None) -> None:
         """Release the resources acquired by `start`; called after every successful `start`, even if the loop fails.

@@ -275,7 +275,7 @@ class WatchHealth(Hook):
 
 
 def _shown_metrics(metrics: Mapping[str, float]) -> str:
-    """Describe the values of the metrics that messages contain."""
+    """Format the metrics in `_SHOWN_METRICS` for a message, as in "temperature 0.05, learning rate 0.001"."""
     values = []
     for name, label in _SHOWN_METRICS.items():
         if name in metrics:

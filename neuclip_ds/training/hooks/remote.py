@@ -153,8 +153,8 @@ def restore(run: RunConfig, communicator: Communicator, *folders: Path) -> None:
         folders: the run's folder, then folders to restore only if the run's folder and its copy have no checkpoint.
 
     Raises:
-        UserError: the store cannot be read or written; the copy would be in the run's own folder; or the copy is not
-            empty, but neither it nor the folder contains an intact checkpoint.
+        UserError: the store cannot be read or written, or the folder cannot be written; the copy would be in the run's
+            own folder; or the copy is not empty, but neither it nor the folder contains an intact checkpoint.
     """
     for folder in folders:
         if _restore_folder(_url_of_copy(run, folder), communicator, folder):
@@ -188,7 +188,11 @@ def _restore_folder(url: str, communicator: Communicator, folder: Path) -> bool:
             except UserError as error:
                 problem = problem_of(error)
                 if communicator.rank == 0:
-                    log.warning("checkpoint %s is damaged; trying its copy or an older checkpoint: %s", name, problem)
+                    log.warning(
+                        "checkpoint %s is damaged; trying its copy or an older checkpoint. The problem: %s",
+                        name,
+                        problem,
+                    )
         if name in remote_names:
             fetched = partial(_fetch, url, name, folder, is_newer=name > newest_local)
             remote_problem = communicator.on_rank_zero(fetched)
