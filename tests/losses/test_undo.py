@@ -64,7 +64,7 @@ def test_undo_reverts_the_last_training_call_once() -> None:
         loss_fn.undo()
     loss_fn(*features(0))
     loss_fn.undo()
-    with pytest.raises(RuntimeError, match="only once after a training call"):
+    with pytest.raises(RuntimeError, match="only once after each training call"):
         loss_fn.undo()
 
 

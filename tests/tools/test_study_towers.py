@@ -44,7 +44,7 @@ def test_a_plan_is_estimated_before_its_search_has_run(monkeypatch: pytest.Monke
 
     paces = {"pace/a/B10/seed1": record(10, 0.5, seconds=60, start_seconds=20)}
     unknown = run_study.planned(stages, paces, ["openclip, 32x batch"])
-    assert "no earlier run" in run_study.estimate("the plan", unknown, paces, processes=2)
+    assert "no similar run has ended" in run_study.estimate("the plan", unknown, paces, processes=2)
     assert "not counting 8 runs" in run_study.estimate("the plan", jobs, paces, processes=2)
     paces["pace/b/B320/seed1"] = record(320, 0.5, seconds=60, start_seconds=20)
     seconds = len(jobs) * 20 + 80 * sum(job.run.epochs for job in jobs)
