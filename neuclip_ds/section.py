@@ -45,7 +45,11 @@ class Section(BaseModel):
     @field_validator("*", mode="after")
     @classmethod
     def _is_plain(cls, value: Any) -> Any:
-        """Reject secrets (a run would store them) and values that YAML, the file system or torch cannot represent."""
+        """Reject secrets, which a run would store, and values that a config cannot contain.
+
+        These are non-finite numbers, integers of more than 64 bits, YAML's dates and binary data, and texts with NUL
+        characters or surrogates.
+        """
         for leaf in _leaves(value):
             text = str(leaf)
             if isinstance(leaf, float) and not math.isfinite(leaf):

@@ -353,7 +353,7 @@ def main() -> None:
         "--data",
         type=Path,
         default=Path("/data/flickr8k/train"),
-        help="folder of shards with the images of which the photographs are composed (default: /data/flickr8k/train)",
+        help="folder of shards whose images are combined into the photographs (default: /data/flickr8k/train)",
     )
     parser.add_argument(
         "--samples",

@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument(
         "--tflops",
         type=float,
-        help="peak TFLOP/s of the GPU in the precision of --engines, to print the share that the steps reach",
+        help="peak TFLOP/s of the GPU in the precision of --engines; if set, prints the model FLOPs utilization",
     )
     parser.add_argument("--parts", action="store_true", help="also print the components of the prediction")
     options = parser.parse_args()

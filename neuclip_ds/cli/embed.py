@@ -117,7 +117,7 @@ def main(arguments: Sequence[str]) -> None:
     if is_rank_zero:
         rate = summary.samples / summary.seconds
         print(
-            f"{options.out}: {summary.samples:,} samples of {counted(summary.shards, 'shard')}, {rate:,.0f} samples/s."
+            f"{options.out}: {summary.samples:,} samples from {counted(summary.shards, 'shard')}, {rate:,.0f} samples/s."
         )
     unreadable = summary.unreadable
     if unreadable:

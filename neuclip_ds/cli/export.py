@@ -28,8 +28,8 @@ def main(arguments: Sequence[str]) -> None:
         "--soup",
         type=Path,
         nargs="+",
-        metavar="RUN",
-        help="runs whose weights are averaged and exported, instead of RUN",
+        metavar="RUNS",
+        help="several runs instead of one: export the average of their weights",
     )
     forms = ("transformers", "open_clip", "sentence_transformers")
     parser.add_argument(

@@ -261,7 +261,7 @@ def _kind_of_answer(error: BaseException) -> Kind | None:
 
 
 def _kind_of_status(status: int) -> Kind:
-    """Classify the HTTP status of an error; 5xx and temporary redirects are outages."""
+    """Classify the HTTP status of an error; 5xx, temporary redirects and `_WAITED_OUT` are outages."""
     if status in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE):
         return "missing"
     is_client_error = 400 <= status < 500 and status not in _WAITED_OUT

@@ -169,9 +169,11 @@ def join(manifests: Sequence[Manifest]) -> Manifest:
     if len(tables) == len(manifests):
         return Manifest(shards, SampleTables.join(tables))
     if any(shard.selection is not None for shard in shards):
+        lacking = next(manifest for manifest in manifests if manifest.samples is None)
         raise UserError(
-            "A manifest that was built with --uids can be combined only with manifests that contain sample tables: "
-            "build a manifest of each source, without --no-checksum and without --from-side-files."
+            "A manifest that was built with --uids can be combined only with manifests that contain sample tables, but "
+            f"that of {lacking.shards[0].path} contains none: build a manifest of each source, without --no-checksum "
+            "and without --from-side-files."
         )
     return Manifest(shards)
 

@@ -178,7 +178,7 @@ class TaskList(BaseModel):
                 )
         if missing and known_paths:
             names_of_missing = ", ".join(task.name for task in missing)
-            log.warning("evaluation sets that were not found in %s and are skipped: %s", searched, names_of_missing)
+            log.warning("skipping evaluation sets that were not found in %s: %s", searched, names_of_missing)
         return chosen_on_disk
 
     def on_disk_of_all(

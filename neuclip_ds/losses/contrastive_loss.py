@@ -128,8 +128,8 @@ class ContrastiveLoss(nn.Module):
             steps_per_epoch: training calls per epoch, required if a schedule of the loss depends on the epoch or on the
                 progress of the run.
             lr: peak learning rate of the encoders.
-            betas: Adam betas for the temperature, SigLIP's bias and, with `npn.order=joint`, the prototypes. With
-                `temperature.optimizer`, Lion uses both values, and SGD uses the first one as momentum.
+            betas: Adam betas for the temperature, SigLIP's bias and, with `npn.order=joint`, the prototypes. If
+                `temperature.optimizer` is `lion`, it uses both values; `sgd` uses the first one as its momentum.
             adam_eps: Adam epsilon for the same parameters.
             reduction: `ddp_mean` if the encoders' gradients are averaged over ranks (DDP, FSDP, DeepSpeed): the loss
                 then multiplies the feature gradients by the world size to compensate. `sum` if they are summed.

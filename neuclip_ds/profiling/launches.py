@@ -98,7 +98,7 @@ def find_launches(events: Sequence[Event]) -> list[Launch]:
 
 
 def launching_calls(events: Iterable[Event]) -> dict[Any, Event]:
-    """Return the host calls that started GPU work, by correlation ID."""
+    """Return the CUDA calls of the host by correlation ID, which GPU work shares with the call that started it."""
     calls = [event for event in events if event.category in ("cuda_runtime", "cuda_driver")]
     return {event.arguments["correlation"]: event for event in calls if "correlation" in event.arguments}
 

@@ -153,7 +153,7 @@ def _environment(run: Path) -> Iterator[str]:
 def run_names(runs: Sequence[Path]) -> list[str]:
     """Return the names of runs, with as many of their parent folders as are needed to distinguish the names.
 
-    Raises `UserError` if a run is named twice.
+    Raises `UserError` if the same folder is listed twice.
     """
     folders = [run.resolve() for run in runs]
     if len(set(folders)) < len(folders):

@@ -48,7 +48,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_features_are_the_same_after_a_kill_and_on_two_ranks(workspace: Path, tmp_path: Path) -> None:
     options = ["--batch-size=8", "--workers=1"]
     uninterrupted = embed(workspace, tmp_path / "uninterrupted", *options)
-    assert "600 samples of 40 shards" in uninterrupted.stdout and "samples/s" in uninterrupted.stdout
+    assert "600 samples from 40 shards" in uninterrupted.stdout and "samples/s" in uninterrupted.stdout
     killed = embed(workspace, tmp_path / "out", *options, ranks=2, run=start)
     wait_for(lambda: len(contents(tmp_path / "out")) >= 4, killed)
     for program in killed:

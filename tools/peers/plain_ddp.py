@@ -1,6 +1,7 @@
 """Run one rank of a plain training loop for tools/benchmark_step.py: DistributedDataParallel and OpenCLIP's loss.
 
-The towers are this project's; webdataset loads as in open_clip, with torchvision's transforms and float32 pixels.
+The towers are this project's. webdataset loads the data, as in open_clip, with torchvision's transforms and float32
+pixels.
 """
 
 import argparse

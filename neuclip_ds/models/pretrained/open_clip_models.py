@@ -416,7 +416,7 @@ def _read_preprocessing(
     if resize_mode not in ("shortest", "squash") or interpolation not in ("bicubic", "bilinear", "random"):
         raise UserError(
             f"{where} resizes images with resize_mode={resize_mode} and interpolation={interpolation}; only "
-            "resize_mode shortest and squash, with bicubic or bilinear interpolation, are supported: use another "
+            "resize_mode shortest or squash, and interpolation bicubic, bilinear or random, are supported: use another "
             "checkpoint."
         )
     return Preprocessing(
