@@ -116,9 +116,8 @@ def main(arguments: Sequence[str]) -> None:
     summary = write_features(options)
     if is_rank_zero:
         rate = summary.samples / summary.seconds
-        print(
-            f"{options.out}: {summary.samples:,} samples from {counted(summary.shards, 'shard')}, {rate:,.0f} samples/s."
-        )
+        shards = counted(summary.shards, "shard")
+        print(f"{options.out}: {summary.samples:,} samples from {shards}, {rate:,.0f} samples/s.")
     unreadable = summary.unreadable
     if unreadable:
         raise UserError(

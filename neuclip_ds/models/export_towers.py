@@ -166,8 +166,8 @@ def to_open_clip(
 
     Args:
         towers: the model.
-        clip_text: entries of `text_cfg` for CLIP's text transformer, and the model's setting `quick_gelu` under this key;
-            unused for other encoders.
+        clip_text: entries of `text_cfg` for CLIP's text transformer, and the model's setting `quick_gelu` under this
+            key; unused for other encoders.
         clip_weights: the tensors of CLIP's text transformer under open_clip's names; unused for other encoders.
 
     Raises:
