@@ -77,7 +77,7 @@ def test_only_tasks_without_a_score_are_scored(tmp_path: Path) -> None:
     assert 0 < scores["Flickr"]["image_retrieval_recall@10"] < 1
     assert "CIFAR-10: already scored" in run.stderr
     assert "Flickr: data/wds_flickr30k contains 23 samples, but the published set contains 1000" in run.stderr
-    assert "not found in data, pets, pairs.tsv and are skipped: Caltech-101, CIFAR-100" in run.stderr
+    assert "not found in data, pets, pairs.tsv: Caltech-101, CIFAR-100" in run.stderr
     assert (
         "| retrieval | Flickr and MSCOCO (NeuCLIP, AmorLIP, TuneCLIP) | none: only 1 of 2 tasks have scores; their mean"
         in run.stdout

@@ -127,7 +127,7 @@ def test_held_out_pairs_leave_all_other_indices_as_they_are(sizes, val, wanted):
 def test_a_resumed_run_keeps_its_held_out_pairs():
     whole = from_shards([Shard(path="a.tar", start=0, n=1000, bytes=1)])
     assert TrainingSet(DataConfig(train="x", val=4), lambda source: whole, {0: 4}).manifest.n_used == 996
-    with pytest.raises(UserError, match=r"held out 4 training pairs: set data\.val=4"):
+    with pytest.raises(UserError, match=r"held out 4 training pairs when it started: set data\.val=4"):
         TrainingSet(DataConfig(train="x", val=3), lambda source: whole, {0: 4})
 
 

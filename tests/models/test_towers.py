@@ -169,7 +169,7 @@ def test_a_model_without_blocks_cannot_checkpoint() -> None:
         (VisionConfig(name="dm_nfnet_f0"), "0-dimensional"),
         (VIT.model_copy(update={"image_size": 50}), "is not divisible into patches of 8 pixels.*use 48 or 56"),
         (VisionConfig(name="vit_base_patch32_clip_224", image_size=16), "use 32 or more"),
-        (VisionConfig(name="resnet50", image_size=16), "smaller than the 32 pixels"),
+        (VisionConfig(name="resnet50", image_size=16), "smaller than the model.s stride of 32 pixels"),
         (VIT.model_copy(update={"options": {"patchsize": 8}}), "patchsize"),
         (VIT.model_copy(update={"options": {"in_chans": 1}}), "timm cannot build"),
         (VIT.model_copy(update={"options": {"img_size": 64}}), "must not set img_size"),
