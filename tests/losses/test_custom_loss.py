@@ -18,8 +18,10 @@ from neuclip_ds import ContrastiveLoss, Section, UserError, autograd_loss, regis
 from neuclip_ds.config import Config, dump
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.losses import import_plugin
+from neuclip_ds.losses.base import LossFunction, Stateful
 from neuclip_ds.losses.methods import METHODS, REGISTERED_OPTIONS
 from neuclip_ds.recipe import recipe_config
+from neuclip_ds.state.partition import Partition, RowTable
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "custom_loss.md"
 DIM = 6
@@ -218,6 +220,19 @@ def test_the_saved_state_of_a_custom_loss_continues_with_the_same_bits(plugins: 
         other_loss, other_gradient = train(other, range(2, 4))
         assert torch.equal(other_loss, loss)
         assert torch.equal(other_gradient, gradient)
+
+
+class Rows(Stateful):
+    """A component with one table of rows."""
+
+    def row_tables(self) -> dict[str, RowTable]:
+        return {"rows": RowTable(Partition.of(4, 0, 1), {"values": torch.zeros(4)})}
+
+
+def test_tables_of_one_name_in_two_components_are_refused() -> None:
+    assert LossFunction({"first.": Rows()}).row_tables().keys() == {"rows"}
+    with pytest.raises(ValueError, match="Two components of the loss have a table 'rows'"):
+        LossFunction({"first.": Rows(), "second.": Rows()}).row_tables()
 
 
 def test_the_minimal_loop_trains_with_a_plugin(tmp_path: Path) -> None:
