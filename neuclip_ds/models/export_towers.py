@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import timm
 import torch
 from timm.layers import AttentionPool2d, RotAttentionPool2d
-from tokenizers import processors
 from torch import Tensor, nn
 from transformers import (
     AutoModel,
@@ -39,7 +38,12 @@ from neuclip_ds.models.pretrained.base import (
 from neuclip_ds.models.pretrained.files import SENTENCE_TRANSFORMERS
 from neuclip_ds.models.pretrained.text_encoder import PretrainedTextTower, TextEncoderTokenizer
 from neuclip_ds.models.pretrained.transformers_models import MODEL_TYPES
-from neuclip_ds.models.tokenizer import CaptionTokenizer, make_readable_by_transformers_4, save_tokenizer
+from neuclip_ds.models.tokenizer import (
+    CaptionTokenizer,
+    add_special_tokens,
+    make_readable_by_transformers_4,
+    save_tokenizer,
+)
 
 _IMAGE = "vision.trunk."  # prefixes of our tensor names
 _TEXT = "text.trunk."
@@ -457,11 +461,7 @@ def _end_with_eos(tokenizer: Any) -> None:
         )
     caption = tokenizer("a", add_special_tokens=False)["input_ids"]
     start = ids[: len(ids) - len(caption)]
-    special_ids = [*start, eos_id]
-    names = tokenizer.convert_ids_to_tokens(special_ids)
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single=[*names[:-1], "$A", names[-1]], special_tokens=list(zip(names, special_ids, strict=True))
-    )
+    add_special_tokens(tokenizer, start, eos_id)
 
 
 def _require_linear_heads(towers: TrainedTowers, format_name: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -152,12 +153,17 @@ class CaptionTokenizer:
                     f"Tokenizer {tokenizer.name_or_path!r} ({type(tokenizer).__name__}) cannot be made to end captions "
                     "with EOS, the token at which the text tower pools; choose one that has a tokenizer.json."
                 )
-            special_ids = [*start_ids, closed.eos_id]
-            names = tokenizer.convert_ids_to_tokens(special_ids)
-            tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-                single=[*names[:-1], "$A", names[-1]], special_tokens=list(zip(names, special_ids, strict=True))
-            )
+            add_special_tokens(tokenizer, start_ids, closed.eos_id)
         return closed
+
+
+def add_special_tokens(tokenizer: PreTrainedTokenizerBase, start_ids: Sequence[int], end_id: int) -> None:
+    """Make a fast tokenizer begin every caption with the start tokens and end it with the end token, in place."""
+    special_ids = [*start_ids, end_id]
+    names = tokenizer.convert_ids_to_tokens(special_ids)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=[*names[:-1], "$A", names[-1]], special_tokens=list(zip(names, special_ids, strict=True))
+    )
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path | str) -> None:
