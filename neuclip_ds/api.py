@@ -59,7 +59,7 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
         TypeError: a `Config` is combined with overrides.
         TrainingDiverged: losses or gradients stay non-finite, or replicated state differs between ranks.
         Interrupted: Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP stopped the run, which saved a checkpoint if training had
-            started. The exception is a `KeyboardInterrupt`.
+            started and no rank was waiting for failing remote storage. The exception is a `KeyboardInterrupt`.
 
     Example:
         import neuclip_ds

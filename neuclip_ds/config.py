@@ -43,26 +43,28 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 class RunConfig(Section):
     name: str | None = None
-    """Name of the run's folder: letters, digits and the characters _ . , = + @ -. By default, the recipe's name."""
+    """Name of the run's folder: up to 200 letters, digits and any of _ . , = + @ -, beginning with a letter, a digit or
+    _. By default, the recipe's name."""
     output_dir: Path = Path("runs")
     """Folder for all runs; the config, log, metrics and checkpoints of a run are in OUTPUT_DIR/NAME."""
     seed: int = Field(0, ge=0)
     """Seed for the weights, data order, augmentation and dropout."""
     deterministic: bool = False
-    """Use only deterministic algorithms, so that a resumed run on GPUs is bit-identical to an uninterrupted one. These
-    algorithms may be slower. Models that use an operation without a deterministic algorithm are refused."""
+    """Use only deterministic algorithms, so that a run that resumes on the same number of GPUs of the same kind is
+    bit-identical to an uninterrupted one. These algorithms may be slower. The run fails if its model uses an operation
+    without a deterministic algorithm."""
     checkpoint_every: int = Field(1000, ge=1)
     """Steps between checkpoints; another checkpoint is saved at the end of the run."""
     keep_checkpoints: int = Field(2, ge=1)
     """Number of newest checkpoints to keep on disk, in addition to the one with the best `best_metric`."""
     max_skipped_steps: int = Field(10, ge=1)
     """Number of consecutive skipped steps (with a non-finite loss or gradient) after which the run returns to its
-    newest checkpoint. The run fails if it has no checkpoint, or if this happens again before training has passed these
-    steps."""
+    newest checkpoint. The run fails if it has no checkpoint, or if it would have to return again before training has
+    passed the skipped steps."""
     remote: str | None = Field(None, min_length=1)
-    """Folder in a remote store, such as s3://bucket/runs. Checkpoints, metrics and logs are copied to its subfolder
-    NAME while training continues. A run resumes from this copy if its local checkpoints are older, damaged or
-    absent."""
+    """Folder in a remote store, such as s3://bucket/runs. The newest and the best checkpoint, metrics and logs are
+    copied to its subfolder NAME while training continues. A run resumes from this copy if its local checkpoints are
+    older, damaged or absent."""
     log_every: int = Field(10, ge=1)
     """Steps between lines of metrics.jsonl, and between points in TensorBoard and Weights & Biases."""
     evaluate_every: int = Field(0, ge=0)
@@ -76,7 +78,7 @@ class RunConfig(Section):
     """Weights & Biases project to log metrics to, as PROJECT or ENTITY/PROJECT; needs the wandb package."""
     normalizer_anchors: int = Field(0, ge=0)
     """Number of training samples on which each evaluation measures the error of the estimated normalizers; 0 skips
-    this measurement."""
+    this measurement. Must be 0 for siglip and for losses of plugins, which do not estimate normalizers."""
     plugins: list[str] = Field([])
     """Modules that register losses, imported before the options are checked: names of modules, or paths of .py files.
     `--plugin` adds one (docs/how-to/custom_loss.md)."""
@@ -189,8 +191,8 @@ class DataConfig(Section):
     """Smallest fraction of an image's area that the random resized crop keeps; 1 uses the evaluation crop instead."""
     augment: AugmentConfig = Field(default_factory=AugmentConfig)
     shard_streams: int | None = Field(None, ge=1)
-    """Number of shard streams that are interleaved in each batch; must divide the batch size. By default, up to 64, or
-    one per node if there are more than 64 nodes."""
+    """Number of shard streams that are interleaved in each batch; must divide the batch size. By default, up to 64 or,
+    on more than 64 nodes, up to one per node."""
     shuffle_block_size: int | None = Field(None, ge=1)
     """Samples that are shuffled together within a shard stream. By default, up to 8 million over all streams (500,000
     per node on more than 16 nodes), or fewer if their shards would not fit into `cache_gb`."""
@@ -294,7 +296,7 @@ class TowerConfig(Section):
 
 class VisionConfig(TowerConfig):
     name: str = "vit_base_patch32_clip_224"
-    """Name of a timm model, including DINOv3's (vit_*_dinov3) and SigLIP 2's (vit_*_siglip)."""
+    """Name of a timm model, including DINOv3's (vit_*_dinov3) and SigLIP 2's (vit_*_siglip_*)."""
     pretrained: str = ""
     """Pretrained weights of this tower: a timm tag such as openai or augreg_in21k, or a file. Position embeddings are
     resampled to `image_size`. By default, the weights are random."""
@@ -305,9 +307,9 @@ class VisionConfig(TowerConfig):
     """Fraction of an image's patches that training drops at random (FLIP), in timm models that support dropping them.
     Evaluation uses all patches."""
     class_token_only: Literal["auto"] | bool = "auto"
-    """Whether the last block computes only the class token, which gives the same feature with 7% fewer operations (in a
-    ViT-B/16). `auto` does so on CPUs, for vision transformers that pool at the class token; `true` does so on GPUs too,
-    where its speed has not been measured yet. Applies to pretrained towers too."""
+    """Whether the last block computes only the class token, which gives the same feature with 7% fewer FLOPs (in a
+    ViT-B/16). `auto` does so on CPUs, for standard vision transformers that pool at the class token; `true` does so on
+    GPUs too, where its speed has not been measured yet, and refuses other models. Applies to pretrained towers too."""
     projection: Projection = "linear"
     """Projection of the image model's feature to the joint space, without biases: one `linear` layer, or an `mlp` with
     (width + d) // 2 hidden units and GELU, as in open_clip's `hf_proj_type`."""
@@ -344,7 +346,7 @@ class TextConfig(TowerConfig):
     pooling: Pooling | None = None
     """Feature of a caption in a tower with `pretrained`: the hidden state of the first (`cls`), the EOS (`eos`) or the
     last token (`last`), or the mean over all tokens (`mean`). The default is the pooling in the encoder's
-    sentence-transformers config; for an encoder without this config, the option is required."""
+    sentence-transformers config; if this config is missing or unsupported, the option is required."""
     projection: Projection = "linear"
     """Projection of the text feature to the joint space; see `model.vision.projection`."""
     tokenizer: str | None = None
@@ -365,9 +367,9 @@ class TextConfig(TowerConfig):
     """Number of attention heads in each block; must divide `width`."""
     packed: bool | Literal["auto"] = "auto"
     """Run the text tower only on the tokens of captions, without padding, which changes features only by rounding.
-    `true` needs a causal tower that is pooled at EOS and has no dropout, such as CLIP's; `auto` packs the captions of
-    such towers on CPUs, unless model.compile is `blocks` or `towers`. Packing has been tested on a simulated GPU, but
-    not on a real one yet."""
+    `true` needs a text transformer of CLIP, MetaCLIP 2 or open_clip that is causal, is pooled at EOS, and has no
+    attention dropout. `auto` packs the captions of such towers on CPUs, unless model.compile is `blocks` or `towers`.
+    Packing has been tested on a simulated GPU, but not on a real one yet."""
 
     def resolved_context_length(self) -> int:
         """Return the context length of a tower that is built from the config, by default 77."""
@@ -395,7 +397,7 @@ class TextConfig(TowerConfig):
 class ModelConfig(Section):
     pretrained: str = ""
     """Checkpoint from which both towers start; it sets their architecture and tokenizer. Give the folder or hub name of
-    a transformers model (CLIP, MetaCLIP 2, SigLIP, SigLIP 2) or of an open_clip model,
+    a transformers model (CLIP, MetaCLIP 2, SigLIP, fixed-resolution SigLIP 2) or of an open_clip model,
     open_clip:ARCHITECTURE/TAG_OR_FILE, or the folder of a run or of a checkpoint in it."""
     vision: VisionConfig = Field(default_factory=VisionConfig)
     text: TextConfig = Field(default_factory=TextConfig)
@@ -496,9 +498,10 @@ class OptimizerConfig(Section):
     """Weight decay of parameters with two or more dimensions, but not of gains and biases. sgd adds it to the gradient;
     for the other optimizers, it is decoupled."""
     betas: tuple[Decay, Decay] = (0.9, 0.98)
-    """Betas for AdamW, LAMB and Lion, and for the temperature's optimizer."""
+    """Betas for AdamW, LAMB and Lion, and for the optimizers of three parameters of the losses: the temperature,
+    SigLIP's bias and, with `objective.npn.order=joint`, NeuCLIP's prototypes."""
     eps: float = Field(1e-6, gt=0)
-    """Epsilon for AdamW and LAMB, and for Adam on the temperature."""
+    """Epsilon for AdamW and LAMB, and for Adam on the parameters of the losses that `betas` lists."""
     momentum: float = Field(0.9, ge=0, lt=1)
     """Momentum of sgd."""
     max_grad_norm: float = Field(0.0, ge=0)
@@ -512,9 +515,10 @@ class OptimizerConfig(Section):
     the blocks use the tower's `lr`, the last block uses this fraction of it, and the embeddings have the lowest
     learning rate."""
     lean_zero1: bool = False
-    """Replace DeepSpeed's ZeRO 1 step in bf16 with one that gives the same result, but halves the kernel launches of a
-    step, sends half as many bytes, and starts sending them during the backward pass. Only for DeepSpeed configs with
-    ZeRO 1 and bf16, such as zero1_bf16; not yet tested on GPUs."""
+    """Replace DeepSpeed's ZeRO 1 step in bf16 with one that gives the same result up to rounding, but halves the kernel
+    launches of a step, halves the bytes that are sent for gradients, and starts sending gradients during the backward
+    pass. Only for DeepSpeed configs with ZeRO 1, bf16 and float32 gradients, such as zero1_bf16, without offload; not
+    yet tested on GPUs."""
 
     @model_validator(mode="after")
     def _rates_have_a_base(self) -> OptimizerConfig:
@@ -535,7 +539,8 @@ class EmaConfig(Section):
 class RecoveryConfig(Section):
     epochs: float = Field(0, ge=0, le=1e6)
     """Passes over the data with frozen weights before training, which recover the optimizer's moments and each
-    sample's u (TuneCLIP's first stage); 0 skips them. With `reuse`, set the same number as in the reused run."""
+    sample's moving average u (TuneCLIP's first stage); 0 skips them. With `reuse`, set the same number as in the reused
+    run."""
     loss: Literal["gcl", "hgcl", "method"] | None = None
     """Loss whose gradients the recovered moments average: the global contrastive loss (`gcl`, TuneCLIP Algorithm 1),
     its hinged form (`hgcl`), or the run's loss (`method`). By default, `gcl` for methods that keep u, and `method` for

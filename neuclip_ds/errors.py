@@ -20,7 +20,7 @@ _SECRETS = (
 
 
 def redact(text: str) -> str:
-    """Return the text with `***` in place of URL credentials, URL queries and authorization headers."""
+    """Return the text with `***` in place of URL credentials, URL queries and the values of authorization headers."""
     for secret in _SECRETS:
         text = secret.sub(r"\1***", text)
     return text
@@ -48,8 +48,8 @@ class TrainingDiverged(Exception):
     """Losses or gradients stay non-finite, or replicated state differs between ranks. A command exits with code 1.
 
     Training skips steps with non-finite values. After `run.max_skipped_steps` consecutive skipped steps, it returns to
-    the newest checkpoint; it raises this exception if there is no checkpoint, or if the same steps fail again. The
-    message names the step and the cause.
+    the newest checkpoint. It raises this exception if there is no checkpoint, or if as many steps are skipped again
+    before training has passed the skipped steps. The message names the step and the cause.
 
     Example:
         import neuclip_ds
@@ -122,7 +122,8 @@ def require_package(module: str, option: str, extra: str) -> None:
 def explained(problem: str, fix: str) -> Iterator[None]:
     """Convert any `Exception` except UserError into a UserError with the message "PROBLEM (the error); FIX.".
 
-    If the exception reports a limit of this machine, such as the number of open files, the fix is to raise the limit.
+    If the exception reports a limit of this machine, such as the number of open files, advice on this limit replaces
+    FIX.
     """
     try:
         yield

@@ -145,7 +145,7 @@ def _remove_abandoned(paths: Iterable[Path]) -> None:
 def sync(path: Path, forget: bool = False) -> None:
     """Flush a file, or the entries of a folder, to disk, so that the data survives a power failure.
 
-    With `forget`, drop the file from the page cache, so that the next read comes from the disk.
+    If `forget` is true, also drop the file from the page cache, so that the next read comes from the disk.
     """
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -267,8 +267,8 @@ def safetensors_as_os_error() -> Iterator[None]:
 def explain_disk(path: Path, remedy: str = "choose another run.output_dir") -> Iterator[None]:
     """Turn a file-system error that occurs while writing `path` into a `UserError` that ends with `remedy`.
 
-    If the error reports a limit of this machine, such as the number of open files, the `UserError` ends with the advice
-    to raise the limit instead.
+    If the error reports a limit of this machine, such as the number of open files, the `UserError` ends with advice on
+    this limit instead.
     """
     try:
         yield
@@ -283,7 +283,8 @@ def private_folder(fix: str = FIX_OF_CACHE) -> Path:
     """Return this user's shard cache in the system's temporary folder; create the cache if it does not exist.
 
     Raises:
-        UserError: the folder cannot be created, or other users could have put files there; the message ends with `fix`.
+        UserError: the folder cannot be created, or the path is not a folder that only this user owns and can write to;
+            the message ends with `fix`.
     """
     folder = Path(tempfile.gettempdir()) / f"neuclip_ds_shards-{os.getuid()}"
     with explain_disk(folder, fix), suppress(FileExistsError):  # the check below reports it

@@ -29,7 +29,7 @@ def open_files() -> int:
 
 
 def fix_of_limit(error: BaseException) -> str:
-    """Return advice on raising the limit that an error reports, as the end of a sentence; "" if it reports none."""
+    """Return advice on the limit that an error reports, as the end of a sentence, or "" if the error reports none."""
     text = str(error)
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or any(sign in text for sign in _TOO_MANY_FILES):
         return _fix_of_open_files()
@@ -47,8 +47,8 @@ def fix_of_shared_memory() -> str:
         usage = disk_usage(SHARED_MEMORY)
         size = f" ({usage.free / 1e9:,.2f} of {usage.total / 1e9:,.2f} GB is free)"
     return (
-        f"{SHARED_MEMORY} is too small{size}: start the container with the --shm-size that --dry-run prints, or lower "
-        "data.workers or data.prefetch"
+        f"{SHARED_MEMORY} is too small{size}: start the container with a larger --shm-size (`neuclip-ds train "
+        "--dry-run` prints the size that a run needs), or lower data.workers (or --workers) or data.prefetch"
     )
 
 
@@ -61,7 +61,10 @@ def shared_memory_shortage(needed: int) -> str | None:
 
 
 def low_limit() -> str | None:
-    """Return a message about the first limit that is too low for loader processes, with a fix; None if all suffice."""
+    """Return a message with a fix if loader processes may open too few files, or if TMPDIR's path is too long for them.
+
+    Returns None otherwise; `shared_memory_shortage` checks shared memory.
+    """
     if open_files() < _FEWEST_FILES:
         return f"Loader processes need {_FEWEST_FILES} open files: {_fix_of_open_files()}."
     folder = tempfile.gettempdir()

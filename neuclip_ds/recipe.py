@@ -47,7 +47,7 @@ class TrainCommand(Config):
     print_config: CliImplicitFlag[bool] = False
     """Print the resolved config as YAML and stop."""
     dry_run: CliImplicitFlag[bool] = False
-    """Run all checks that are possible without training, print the sizes of the data and of the model and the
+    """Check the config, the model and the data without training, print the sizes of the model and the data and the
     estimated memory and traffic, and stop."""
     hostfile: Path | None = None
     """With --dry-run: plan for the nodes in this hostfile instead of the ranks of this launch."""
@@ -70,8 +70,8 @@ class Invocation(NamedTuple):
 def parse(argv: Sequence[str]) -> Invocation:
     """Parse a command line; dashes and underscores in options are equivalent.
 
-    Raises `UserError` for an invalid value or combination of options, for a plugin that cannot be imported, and for an
-    unknown recipe or key; the message then suggests the nearest name.
+    Raises `UserError` if an option is unknown, invalid or contradicts another one, if a recipe does not exist or cannot
+    be read, or if a plugin cannot be imported. For an unknown name, the message suggests a similar one, if any.
     """
     import_named_plugins(argv)
     options = _command_line(argv)
@@ -91,7 +91,7 @@ def parse(argv: Sequence[str]) -> Invocation:
 def import_named_plugins(argv: Sequence[str]) -> None:
     """Import the plugins that a command line and its recipe name.
 
-    Raises `UserError` if a plugin cannot be imported, or if the recipe cannot be read.
+    Raises `UserError` if a plugin cannot be imported, the recipe cannot be read, or the command line cannot be parsed.
     """
     options = _command_line(argv, ignore_unknown=True)  # the plugins define options
     for plugin in options.get("plugin", []):
@@ -129,7 +129,7 @@ def with_registered_losses(model: type[M]) -> type[M]:
 
 
 def recipe_names() -> list[str]:
-    """Return the names of recipes that can be run; recipes in subfolders can only be included."""
+    """Return the names of recipes that can be run; recipes in subfolders are meant only for `include:`."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 

@@ -102,8 +102,9 @@ def read_options(path: Path) -> Any:
 def read_yaml(text: bytes | str) -> Any:
     """Return the content of a YAML document; None if it is empty.
 
-    Raises `ValueError` or `yaml.YAMLError` if the document is invalid. Aliases that contain themselves or expand to
-    more than 100,000 values are invalid, because merging and validating such options would take too long or never end.
+    Raises `ValueError` or `yaml.YAMLError` if the document is invalid. This includes aliases that contain themselves,
+    and more than 100,000 values after all aliases are expanded: merging and validating such options would take too long
+    or never end.
     """
     loader = yaml.SafeLoader(text)
     try:
@@ -111,7 +112,7 @@ def read_yaml(text: bytes | str) -> Any:
         if node is None:
             return None
         if _expanded_size(node, {}) > _MAX_YAML_VALUES:
-            raise ValueError(f"its aliases (*NAME) expand to more than {_MAX_YAML_VALUES} values")
+            raise ValueError(f"it contains more than {_MAX_YAML_VALUES} values, with its aliases (*NAME) expanded")
         return loader.construct_document(node)
     except (ValueError, yaml.YAMLError):
         raise

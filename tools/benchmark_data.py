@@ -1,8 +1,9 @@
 """For developers of neuclip_ds: measure sample readers, the sample order and the store of per-sample statistics.
 
-The part `raw` compares our reader of raw samples with webdataset and MosaicML streaming; the parts `order` and `store`
-use a billion samples. Contenders run interleaved in new processes; results are medians (`store` runs once). MosaicML
-streaming is omitted if it is not installed (`make peers`). tools/benchmark_streaming.py measures loaders.
+The part `raw` compares our reader of raw samples with webdataset and MosaicML streaming. The part `order` uses a
+billion samples; so does the part `store`, unless you set --rows. Contenders run interleaved in new processes; results
+are medians (`store` runs once). MosaicML streaming is omitted if it is not installed (`make peers`).
+tools/benchmark_streaming.py measures loaders.
 
 Example: python tools/benchmark_data.py '/data/flickr8k/train' --parts raw --repeats 5
 """
@@ -63,7 +64,7 @@ def page_cache(setting: Setting) -> float:
 
 
 def ours_in_sequence(setting: Setting) -> float:
-    """Read samples in order at the manifest's offsets."""
+    """Measure reads in order at the manifest's offsets."""
     manifest = load_manifest(setting.manifest)
     return _ours(setting, manifest, np.arange(manifest.n))
 
@@ -74,7 +75,7 @@ def ours_at_random(setting: Setting) -> float:
 
 
 def ours_walking_headers(setting: Setting) -> float:
-    """Read samples in order without offsets in the manifest, as in a node's first pass over a shard."""
+    """Measure reads in order without offsets in the manifest, as in a node's first pass over a shard."""
     manifest = build_manifest(setting.paths)
     return _ours(setting, manifest, np.arange(manifest.n))
 
@@ -169,7 +170,10 @@ def store_of(n: int) -> list[str]:
 
 
 def _visit(store: SampleStore, batches: list[Tensor], when: str) -> Iterator[str]:
-    """Read the rows of all batches, then write them; yield a line for each with the time and page faults per call."""
+    """Read the rows of all batches, then write them; yield one line on the reads and one on the writes.
+
+    A line contains the times and the page faults per call.
+    """
     values = torch.randn(4096, 2)
     works = {"read": lambda index: store.begin_read(index).wait(), "write": lambda index: store.write(index, values)}
     for verb, work in works.items():

@@ -353,7 +353,8 @@ def main() -> None:
         "--data",
         type=Path,
         default=Path("/data/flickr8k/train"),
-        help="folder of shards whose images are combined into the photographs (default: /data/flickr8k/train)",
+        help="folder of shards whose images are combined into the photographs (default: /data/flickr8k/train; the "
+        "demo's scenes if the folder does not exist)",
     )
     parser.add_argument(
         "--samples",

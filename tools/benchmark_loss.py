@@ -101,7 +101,7 @@ def measure(rows: int, options: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def compare(world_size: int, rows: int, options: argparse.Namespace) -> list[str]:
-    """Return the lines of a Markdown table; the first line is for the peer."""
+    """Return the lines of a Markdown table; the first line is for open_clip's ClipLoss."""
     ranks = on_ranks(world_size, measure, rows, options)
     slowest: dict[str, float] = {}
     for name in ranks[0]:

@@ -100,7 +100,7 @@ def measure(case: Case, steps: int) -> dict[str, Any]:
 
 
 def line(case: Case, by_rank: list[Measurement], tflops: float | None) -> str:
-    """Return a line of the Markdown table, for the rank with the largest peak."""
+    """Return a row of the table, from the memory of the rank with the largest peak and the time of the slowest rank."""
     worst = max(by_rank, key=lambda measurement: measurement.measured)
     seconds = max(measurement.seconds for measurement in by_rank)
     ratio = worst.predicted / worst.measured

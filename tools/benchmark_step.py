@@ -70,8 +70,8 @@ from pathlib import Path
 import profile_communication
 import torch
 from benchmarking.launches import ON_CPU, ON_GPU, read_launches
-from benchmarking.method_config import config_for
-from benchmarking.random_pairs import FULL, caption_lengths
+from benchmarking.method_config import CAPTION_TOKENS, FULL, config_for
+from benchmarking.random_pairs import check_caption_tokens
 from benchmarking.step_speed import Measured, Program, markdown, rows_of_table, samples_per_second, write_csv
 from benchmarking.synthetic_profile import first_prediction
 from data_files import commit, this_machine
@@ -253,8 +253,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--caption-tokens",
         default=FULL,
-        help="lengths of random captions in tokens: full (the context length), a mean, or a file with one length per "
-        "line (default: full)",
+        help=CAPTION_TOKENS,
     )
     parser.add_argument(
         "--time-limit", type=float, default=math.inf, help="time limit of the part `speed`, in seconds (default: none)"
@@ -271,7 +270,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         "--repeats",
         type=int,
         default=2,
-        help="runs of each program, interleaved; in the part `shares`, timed steps of the objective (default: 2)",
+        help="in the part `speed`, interleaved runs of each program; in `shares`, timed steps of the objective "
+        "(default: 2)",
     )
     parser.add_argument("--workers", type=int, default=1, help="loader processes per rank (default: 1)")
     parser.add_argument(
@@ -338,12 +338,12 @@ def measure(arguments: argparse.Namespace) -> None:
 
 def require_captions(arguments: argparse.Namespace) -> None:
     """Raise `UserError` if --caption-tokens is invalid or has no effect."""
-    context_length = config_for(None, [arguments.recipe, *arguments.overrides]).model.text.resolved_context_length()
-    caption_lengths(arguments.caption_tokens, 1, context_length, torch.Generator())
+    check_caption_tokens(arguments.caption_tokens, config_for(None, [arguments.recipe, *arguments.overrides]))
     has_random_captions = "throughput" in arguments.parts or ("speed" in arguments.parts and RANDOM in arguments.data)
     if arguments.caption_tokens != FULL and not has_random_captions:
         raise UserError(
-            "--caption-tokens has no effect: only the part `speed` with --data random and the part `throughput` use it."
+            "--caption-tokens has no effect: only the part `throughput` and, with --data random, the part `speed` use "
+            "it. Omit it, or add one of these."
         )
 
 
@@ -386,6 +386,7 @@ def print_throughput(arguments: argparse.Namespace) -> None:
             "rows": rows,
             "precision": arguments.precision,
             "steps": arguments.steps,
+            "caption-tokens": arguments.caption_tokens,
             "out": folder,
         }
         call = [str(profile_communication.__file__), "--worker"]
@@ -519,7 +520,10 @@ def setting_for(
 
 
 def make_tokenizer(arguments: argparse.Namespace, source: str) -> tuple[Path, int] | None:
-    """Train a tokenizer for all programs on the captions; return None if the config names one other than `clip_bpe`."""
+    """Train a tokenizer for all programs on the captions; return its folder and number of tokens.
+
+    If the config names a tokenizer other than `clip_bpe`, train none and return None.
+    """
     text = config_for(None, [arguments.recipe, *arguments.overrides]).model.text
     if text.tokenizer not in (None, CLIP_BPE):
         return None

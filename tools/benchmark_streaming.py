@@ -274,7 +274,10 @@ def transform_rate(setting: Setting, storage: Storage) -> float:
 
 
 def prepare(setting: Setting, folder: Path, store: Store, with_mds: bool) -> list[Storage]:
-    """Copy the samples to the store's buckets `tars` and `mds` in `folder`, with manifests for the disk and for S3."""
+    """Copy the samples to the store's buckets `tars` and `mds` in `folder`; return their locations on disk and in S3.
+
+    Each location has a separate manifest. The bucket `mds` is written only if `with_mds` is true.
+    """
     tars = folder / "tars"
     mds = folder / "mds"
     tars.mkdir()

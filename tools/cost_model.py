@@ -175,7 +175,7 @@ def time_range(work: Work, nodes: int) -> tuple[float, float]:
 
 
 def table(options: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
-    """Return a Markdown table with a line for every method and number of nodes."""
+    """Return the lines of a Markdown table, with a row for every combination of method and number of nodes."""
     methods = options.methods or [parse([options.recipe, *overrides]).config.objective.method]
     model: CountedModel | None = None
     lines = ["| loss | nodes | batch | step, ms | MB received per rank |", "|---|---|---|---|---|"]

@@ -47,8 +47,8 @@ class Origin:
     def has_newer_code(self) -> bool:
         """Return whether the code behind the numbers has changed since their commit; needs git and the whole history.
 
-        Changes to comments, docstrings and messages do not count. An unknown commit is taken to be the last one of its
-        day.
+        Changes to comments, docstrings and messages do not count. An unknown commit is taken to be the last one before
+        the end of the day of the measurement.
         """
         base = self.commit.split("-")[0]  # without the suffix -dirty
         if not _git("rev-parse", "--verify", "--quiet", f"{base}^{{commit}}", check=False):
@@ -92,7 +92,7 @@ class _WithoutMessages(ast.NodeTransformer):
 
 @dataclass(frozen=True, kw_only=True)
 class DataFile:
-    """A table of measurements, each row by column name, with its origin."""
+    """A table of measurements with its origin; each row maps column names to cells."""
 
     title: str
     origin: Origin
@@ -187,7 +187,7 @@ def grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def caption(*origins: Origin, note: str = "") -> str:
-    """Return the line below a table that names the data files, machines and commits of its numbers."""
+    """Return the text below a table: devices, hardware, dates, commits and data files of its numbers, and a note."""
     older = names_with_older_code()
     by_machine: dict[tuple[str, bool, str], list[Origin]] = {}
     for origin in origins:
@@ -247,7 +247,7 @@ def this_machine() -> tuple[str, str]:
 
 
 def device_of(hardware: str) -> str:
-    """Return the GPU of `DEVICES` that a description of hardware names, or CPU."""
+    """Return the first member of `DEVICES` that a description of hardware contains, or CPU."""
     for device in DEVICES:
         if re.search(rf"\b{device}\b", hardware):
             return device

@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument(
         "--method", default="fastclip_v1", help="a method in docs/reference/losses.md (default: fastclip_v1)"
     )
-    parser.add_argument("--plugin", help="a module or .py file that registers the method, if it is your own")
+    parser.add_argument("--plugin", help="a module or .py file that registers a method of your own (default: none)")
     parser.add_argument("--epochs", type=int, default=6, help="passes over the pairs (default: 6)")
     parser.add_argument("--batch", type=int, default=128, help="global batch size, over all ranks (default: 128)")
     options = parser.parse_args()

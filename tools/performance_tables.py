@@ -78,7 +78,7 @@ def profiled_steps() -> str:
 
 
 def losses() -> str:
-    """Time and memory of the losses alone relative to ClipLoss."""
+    """Time and memory of the losses alone, relative to ClipLoss."""
     file = read_data("objective")
     queue = read_data("objective_queue")
     rows: list[list[str]] = []
@@ -147,7 +147,7 @@ def span(values: Sequence[float]) -> str:
 
 
 def loaders() -> str:
-    """Speed and first batch of three loaders."""
+    """Speed of three loaders, and their times to the first batch."""
     file = read_data("loaders")
     start = read_data("first_batch")
     versions = {"ours": "this project", "webdataset": "webdataset 1.0.2"}
@@ -247,13 +247,13 @@ def _rounded_time(seconds: float) -> str:
 
 
 def first_run() -> str:
-    """Return how long the first run of the quick start takes."""
+    """Return how long the first run of the quick start takes, as a phrase."""
     first, *_ = (row for row in read_data("tutorials").rows if row["page"] == "quick_start")
     return f"{first['s']} seconds ({first['CPU s']} of CPU time)"
 
 
 def speed_on_h100() -> str:
-    """Return our speed and its ratio to open_clip's on one H100."""
+    """Return our speed for ViT-B/16 on one H100 and its ratio to open_clip's, as a phrase."""
     file = read_data("whole_step_h100")
     means = mean_speeds(file)
     ours = means[OURS]
@@ -262,7 +262,7 @@ def speed_on_h100() -> str:
 
 
 def cost_of_losses_on_h200() -> str:
-    """Return the time and memory of our loss and of open_clip's on one H200."""
+    """Return the time and memory of our loss and of open_clip's on one H200 at B = 32,768, as a phrase."""
     file = read_data("objective_h200")
     ours = file.row(code="after", case="openclip 32768 bf16 fused 128")
     peer = file.row(code="before", case="ClipLoss 32768 bf16")
@@ -271,14 +271,14 @@ def cost_of_losses_on_h200() -> str:
 
 
 def time_of_near_duplicates() -> str:
-    """Return how long `neuclip-ds filter --near-duplicates` takes."""
+    """Return how long `neuclip-ds filter --near-duplicates` takes for 40,000 samples, as a phrase."""
     file = read_data("stored_features")
     what = "`neuclip-ds filter --near-duplicates`, 40000 samples"
     return f"{file.row(what=what)['CPU s']} s for 40,000 on one CPU core, {_measured(file)}"
 
 
 def time_of_fast_tests() -> str:
-    """Return the CPU time of all fast tests."""
+    """Return the CPU time of all fast tests, as a phrase."""
     seconds = sum(float(row["CPU s"]) for row in read_data("test_times").rows)
     return _rounded_time(seconds)
 

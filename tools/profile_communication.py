@@ -22,7 +22,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarking.method_config import STORED_WIDTH, config_for
+from benchmarking.method_config import CAPTION_TOKENS, FULL, STORED_WIDTH, config_for
 
 from neuclip_ds.cli.program import Parser, exit_on_mistake
 from neuclip_ds.config import dump
@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=128, help="pairs per rank")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="precision of the towers")
     parser.add_argument("--stored-width", type=int, help=STORED_WIDTH)
+    parser.add_argument("--caption-tokens", default=FULL, help=CAPTION_TOKENS)
     parser.add_argument("--steps", type=int, default=10, help="steps to profile")
     parser.add_argument("--out", type=Path, default=Path("runs/profile"), help="folder for the results")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -57,18 +58,21 @@ def compare(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
             with their output.
     """
     from benchmarking.openclip_reference import REFERENCES  # torch takes seconds to import
+    from benchmarking.random_pairs import check_caption_tokens
 
     from neuclip_ds.profiling.breakdown import report
     from neuclip_ds.profiling.recorder import BREAKDOWN, REPORT
 
     for method in arguments.methods:  # rejects a wrong option before any process starts
-        config_for(None if method in REFERENCES else method, [arguments.recipe, *overrides])
+        config = config_for(None if method in REFERENCES else method, [arguments.recipe, *overrides])
+        check_caption_tokens(arguments.caption_tokens, config)
     arguments.out.mkdir(parents=True, exist_ok=True)
     breakdowns = []
     for world_size, stage, method in itertools.product(arguments.world_sizes, arguments.stages, arguments.methods):
         folder = arguments.out / f"{method}_zero{stage}_{world_size}ranks"
         worker_options = [f"--methods={method}", f"--stages={stage}", f"--recipe={arguments.recipe}", f"--out={folder}"]
         worker_options += [f"--{name}={getattr(arguments, name)}" for name in ("rows", "precision", "steps")]
+        worker_options.append(f"--caption-tokens={arguments.caption_tokens}")
         if arguments.stored_width is not None:
             worker_options.append(f"--stored-width={arguments.stored_width}")
         call = [__file__, "--worker", *worker_options, *overrides]
@@ -138,7 +142,16 @@ def profile_rank(arguments: argparse.Namespace, overrides: Sequence[str]) -> Non
     after = 3 if name in REFERENCES else max(3, first_prediction(config) + 1)
     with process_group(dump(config)) as communicator, deterministic_algorithms(config.run.deterministic):
         build = REFERENCES.get(name, build_loss)
-        run_synthetic_profile(config, communicator, arguments.out, name, after, build, arguments.stored_width)
+        run_synthetic_profile(
+            config,
+            communicator,
+            arguments.out,
+            name,
+            after,
+            build,
+            caption_tokens=arguments.caption_tokens,
+            stored_width=arguments.stored_width,
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Rerun the command of a data file, and update the file with the table that it prints, the machine, date and commit.
 
-Most files in tools/measurements name their command. Pass another one after `--`, for example with your paths, or if the
-file's command was for an earlier version of its program. The command must print a Markdown table with the file's
-columns, in any order; other columns are omitted.
+Many files in tools/measurements name their command. Pass a command after `--` if the file names none, if your paths are
+different, or if the file's command was for an earlier version of its program. The command must print a Markdown table
+with the file's columns, in any order; other columns are omitted.
 
 Examples:
   python tools/record_measurement.py objective
@@ -49,6 +49,7 @@ def measured_again(file: DataFile, command: Sequence[str]) -> DataFile:
 
     Raises:
         UserError: the command failed, or printed no table with the columns of the file.
+        ValueError: a printed row has more or fewer cells than its table's header.
     """
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:

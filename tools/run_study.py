@@ -82,7 +82,8 @@ def main() -> None:
     parser.add_argument(
         "--stages",
         nargs="+",
-        help="stages of plan.yaml to run, in this order, or to print tables of (default: all stages for this data)",
+        help="stages of plan.yaml to run, in this order, or stages to print tables of (default: all stages for this "
+        "data, or all in --tables)",
     )
     parser.add_argument("--arms", nargs="+", help="arms of the stages to run (default: all)")
     parser.add_argument(
@@ -129,7 +130,9 @@ def check_options(options: argparse.Namespace) -> None:
     """Check the command line before data are prepared, and create the folders that it names.
 
     Raises:
-        UserError: an option has no effect, names something unknown, or names a file or folder that cannot be used.
+        UserError: the source, --stages or matplotlib is needed but missing; the sources do not fit together, or a stage
+            does not fit the source; or an option has no effect, names something unknown, or names a file or folder that
+            cannot be used.
     """
     if options.figures is not None:
         if not options.stages:
@@ -179,7 +182,7 @@ def results_to_print(known: Mapping[str, Any], options: argparse.Namespace) -> d
     """Return the results of the stages and batch sizes that the command line selects.
 
     Raises:
-        UserError: with --tables, there are no results of one of them.
+        UserError: the file in --tables contains no results of a selected stage or batch size.
     """
     names = {name: parse_name(name) for name in known}
     if options.tables is not None:
@@ -257,7 +260,7 @@ def prepare(source: str, options: argparse.Namespace) -> None:
 
     Raises:
         UserError: the folder contains other data, the source contains no shards, or a package with a tower is not
-            installed.
+            installed or contains different weights.
     """
     folder = folder_of(source, options)
     if options.trainer:
@@ -487,7 +490,8 @@ def best_of(stage: str, arm: str, known: Mapping[str, Any]) -> dict[str, Any]:
     missing_runs = [name for names in candidates for name in names if name not in known]
     if not candidates or missing_runs:
         raise UserError(
-            f"results.jsonl lacks runs of the stage {stage} for the arm {arm}: run this stage first, or add them."
+            f"results.jsonl lacks runs of the stage {stage} for the arm {arm}: run this stage first, or add the lines "
+            "of these runs."
         )
 
     def mean_recall(names: list[str]) -> float:

@@ -4,7 +4,7 @@ There are no formulas for the losses. Instead, a loss runs on a few rows of a `S
 traffic and operations are extrapolated. The size of a collective is linear in rows and prototypes and at most quadratic
 in width (collectives of a network's weights are quadratic); operations are a low-degree polynomial in rows, width and
 prototypes. A new method therefore needs no code here. DeepSpeed's collectives follow the rules in zero_rules.py. Tests
-check that every collective exactly matches profiled steps (tests/profiling/test_profile_ranks.py).
+check that the counted collectives are exactly those of profiled steps (tests/profiling/test_profile_ranks.py).
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def count_model(config: Config) -> CountedModel:
     """Count the sizes and operations of the config's model on the meta device.
 
     Raises:
-        UserError: the model's checkpoint cannot be found.
+        UserError: the model's checkpoint, pretrained text encoder or tokenizer cannot be used.
     """
     query = MemoryQuery(config, 1)
     model = query.build()
@@ -204,7 +204,7 @@ def step_calls(
     build: LossBuilder = build_loss,
     stored_width: int | None = None,
 ) -> list[Call]:
-    """Return all collectives of a step for features of width `dim`; the other arguments are as in `step_work`."""
+    """Return all collectives of a step; `shapes` and `dim` are as in `CountedModel`, the rest as in `step_work`."""
     engine = load_engine_config(config, world_size)
     query = _objective_query(config, engine, world_size, dim, build, stored_width)
     calls = objective_calls(query) if world_size > 1 else []
@@ -303,7 +303,7 @@ def objective_calls(query: ObjectiveQuery) -> list[Call]:
 
 
 def _batch_size_decides_as_in(query: ObjectiveQuery) -> AbstractContextManager[Any]:
-    """Let small runs of the objective choose algorithms by the query's batch size instead of their batch size."""
+    """Let small runs of the objective choose algorithms by the query's batch size instead of their own."""
     options = query.config.objective.amortized
     batch_size = query.rows * query.world_size
     fits_all_rows = amorlip.fits_all_rows(options, query.dim, batch_size, query.comm_dtype)
@@ -320,7 +320,7 @@ def _lagrange_weights(points: Sequence[int], x: float) -> list[float]:
 
 
 def objective_work(query: ObjectiveQuery) -> ObjectiveWork:
-    """Return the operations of an average step whose features arrive in one part.
+    """Return the objective's floating-point operations and written elements in an average step with one micro-batch.
 
     Both numbers are polynomials in the rows b, width d and this rank's prototypes c, with coefficients from small runs.
     """

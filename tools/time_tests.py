@@ -83,7 +83,7 @@ def timed(name: str) -> Area:
     """Run the fast tests of an area, and count its slow test functions; this process must have no other children.
 
     Raises:
-        UserError: a test failed.
+        UserError: a test failed, or pytest could not run the tests.
     """
     paths = [str(path) for path in sorted(TESTS.glob(name))]
     collecting = _pytest("--collect-only", "-q", "-m", "slow", *paths)

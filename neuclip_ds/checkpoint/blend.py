@@ -1,8 +1,9 @@
 """Average the weights of models with the same start: a run's start and its result (WiSE-FT), or several runs (soups).
 
-Averages are computed in float64 from float32 weights without LoRA adapters, and rounded once. Batch-norm statistics are
-averaged like weights; integers, such as batch norm's count of batches, are taken from the last model. The temperature
-is averaged as log(1/tau), which is CLIP's parameter; the bias of SigLIP's logits is averaged as it is.
+Averages are computed in float64 from float32 weights, after LoRA adapters have been merged, and rounded once.
+Batch-norm statistics are averaged like weights; integers, such as batch norm's count of batches, are taken from the
+last model. The temperature is averaged as log(1/tau), which is CLIP's parameter; the bias of SigLIP's logits is
+averaged as it is.
 """
 
 import math
@@ -44,8 +45,8 @@ def soup(models: Sequence[ModelWeights]) -> ModelWeights:
         start = model.source.config.pretrained
         if not start:
             raise UserError(
-                f"{model.name} started from random weights (model.pretrained is empty), and averaging such models "
-                "destroys what they learned. Choose runs that were fine-tuned from the same checkpoint."
+                f"{model.name} did not start from a trained model (model.pretrained is empty), and averaging such "
+                "models destroys what they learned. Choose runs that were fine-tuned from the same checkpoint."
             )
         is_same = Path(start).name == Path(first_start).name
         if first_hash is not None and model.start_hash is not None:  # unknown for runs of earlier versions

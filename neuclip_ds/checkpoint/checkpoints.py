@@ -52,6 +52,7 @@ Fingerprint = Mapping[str, Any]
 
 _OPTIONS = {  # option of each setting that has a different name in checkpoints
     "batch_size": "data.batch_size",
+    "sources": "data.train",
     "shard_streams": "data.shard_streams",
     "shuffle_block_size": "data.shuffle_block_size",
     "decoder": "data.decoder",
@@ -339,7 +340,7 @@ class Checkpoints:
 
 
 def verify_together(path: Path, communicator: Communicator) -> None:
-    """Verify a checkpoint's files, split among ranks; raise `UserError` on all ranks if any file is damaged."""
+    """Verify a checkpoint's files, split among ranks; raise `UserError` on all ranks if one is missing or damaged."""
     communicator.on_every_rank(lambda: verify(path, communicator.rank, communicator.world_size))
 
 

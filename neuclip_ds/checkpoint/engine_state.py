@@ -154,8 +154,8 @@ def _open(folder: Path, engine: Engine) -> StateFiles:
         if saved_shapes.get(name) != model_shapes.get(name):
             raise UserError(
                 f"{files.folder} contains {_described(name, saved_shapes)}, but this run's model contains "
-                f"{_described(name, model_shapes)}: use the model options (model.*) of the run that wrote the folder, "
-                "or give the run a new name (run.name)."
+                f"{_described(name, model_shapes)}: use the model options (model.*) of the run that wrote the folder. "
+                "For a different model, set a new run.name, or another recovery.reuse if it names the folder."
             )
     return files
 

@@ -73,7 +73,7 @@ def export_soup(
     """Export the mean of the weights of several runs, which were fine-tuned from the same checkpoint.
 
     The arguments are as in `export_run`. Returns the checkpoint of each run. Raises `UserError` as `export_run` does,
-    and if a run started from random weights, or the runs differ in their start, architecture, preprocessing or
+    and if `model.pretrained` was empty in a run, or the runs differ in their start, architecture, preprocessing or
     tokenizer.
     """
     check_unused(folder)

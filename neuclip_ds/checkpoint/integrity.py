@@ -85,7 +85,10 @@ def problem_of(error: Exception) -> str:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """Read a checkpoint's meta.json (`step`, `facts`, `data`, `files`); raise `DamagedCheckpoint` if it is damaged."""
+    """Read a checkpoint's meta.json (`step`, `facts`, `data`, `files`).
+
+    Raises `DamagedCheckpoint` if the file is missing or damaged.
+    """
     meta = read_sealed(path / META)
     if not isinstance(meta.get("files"), dict):
         raise DamagedCheckpoint(f"{path / META} is damaged (it lists no files). {_FIX}.")

@@ -66,8 +66,8 @@ def open_model(name: str, communicator: Communicator, average: bool = False) -> 
         name: a run's folder (its newest checkpoint is opened), a checkpoint in it, or any value of `model.pretrained`.
         average: whether to open the moving average of a run's weights (`ema.decay`).
 
-    Raises `UserError` if the model does not exist, if its files are damaged or inconsistent, or if it has no moving
-    average although `average` is true.
+    Raises `UserError` if the model does not exist, cannot be downloaded or is not supported; if its files are damaged
+    or inconsistent; if a package that it needs is not installed; or if `average` is true and it has no moving average.
     """
     path = Path(name).expanduser()
     if is_run(path):
@@ -120,7 +120,10 @@ def find_checkpoint(path: Path) -> Path:
     if not is_complete(path):
         checkpoint = max((path / "checkpoints").glob("step_*"), default=None)
     if checkpoint is None:
-        raise UserError(f"{path} is neither a run with a checkpoint nor a checkpoint. Pass a folder such as runs/NAME.")
+        raise UserError(
+            f"{path} is neither a run with a checkpoint nor a checkpoint. Pass the folder of a run that has saved a "
+            "checkpoint, such as runs/NAME."
+        )
     if not is_complete(checkpoint):
         raise UserError(
             f"{checkpoint}, the newest checkpoint of {path}, is incomplete: it contains no {META}. Restore it from a "
@@ -178,7 +181,7 @@ def open_run(checkpoint: Path) -> SavedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelWeights:
-    """A model's weights, temperature and bias, without LoRA adapters, and the objects that build the model."""
+    """A model's weights with merged LoRA adapters, its temperature and bias, and the objects that build the model."""
 
     name: str  # the checkpoint's folder, or the pretrained model's name
     source: ModelSource
@@ -216,15 +219,15 @@ def read_result(checkpoint: Path, average: bool = False) -> ModelWeights:
 def read_start(checkpoint: Path, communicator: Communicator) -> ModelWeights:
     """Load, in float32, the weights of `model.pretrained` from which a checkpoint's run started.
 
-    A collective call in which only one rank downloads files. Raises `UserError` if the run started from random weights,
-    or if its start no longer exists or has been replaced by a different model.
+    A collective call in which only one rank downloads files. Raises `UserError` if `model.pretrained` was empty, or if
+    the model that it named cannot be opened or has been replaced by a different one.
     """
     run = open_run(checkpoint)
     name = run.config.model.pretrained
     if not name:
         raise UserError(
-            f"{checkpoint} cannot be blended: its run started from random weights (model.pretrained is empty), not "
-            "from a trained model. Omit --blend."
+            f"{checkpoint} cannot be blended: its run did not start from a trained model (model.pretrained is empty). "
+            "Omit --blend."
         )
     config = run.config.model.model_copy(update={"lora": LoraConfig()})
     # load the start at the run's image size and context length; these options had no effect in earlier versions
@@ -356,7 +359,7 @@ def _are_close(first: LogitParameters, second: LogitParameters) -> bool:
 def _final_logits(state: Mapping[str, Tensor], config: Config, initial: LogitParameters) -> LogitParameters:
     """Return a run's final temperature and bias; a value that was not stored as one scalar is the initial one.
 
-    Without SigLIP's loss, a run that started from random weights has no bias.
+    A run without SigLIP's loss and without `model.pretrained` has no bias.
     """
     temperature = config.objective.temperature.initial or initial.temperature
     final_tau = trained_temperature(state)

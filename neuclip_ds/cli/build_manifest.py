@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import cast
 
 from neuclip_ds.cli.program import Parser, progress_bar
+from neuclip_ds.data.build import write_manifest
 from neuclip_ds.data.children import process_pool
 from neuclip_ds.data.decoders import Captions
+from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.data.shards import is_local, resolve_shards
 from neuclip_ds.errors import counted
 
@@ -81,9 +83,6 @@ def _workers(processes: int | None) -> AbstractContextManager[Executor | None]:
 
 
 def _build(options: argparse.Namespace, executor: Executor) -> None:
-    from neuclip_ds.data.build import write_manifest  # decoders import torch, which takes seconds
-    from neuclip_ds.data.scan import ScanOptions
-
     started = time.monotonic()
     Captions(options.captions)
     paths: list[str] = []

@@ -69,7 +69,10 @@ def check_model(option: str, name: str) -> None:
     owner = name.split("/")[0]
     is_on_hub = name.count("/") == 1 and re.fullmatch(r"[\w.-]+", owner) and not Path(owner).is_dir()
     if name and not is_on_hub and not Path(name).expanduser().exists():
-        raise UserError(f"{option}={name} does not exist: pass an existing folder, or a model on the hub (OWNER/NAME).")
+        raise UserError(
+            f"{option}={name} does not exist: pass an existing folder, a model on the hub (OWNER/NAME) or "
+            "open_clip:ARCHITECTURE/TAG_OR_FILE."
+        )
 
 
 def check_path(option: str, path: str) -> None:

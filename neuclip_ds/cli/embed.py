@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> None:
         "--pooling",
         choices=("cls", "mean", "eos", "last"),
         help="for hf: how a caption's tokens become its feature (default: as in the encoder's sentence-transformers "
-        "config)",
+        "config; required without this config)",
     )
     parser.add_argument(
         "--context-length",
@@ -121,8 +121,8 @@ def main(arguments: Sequence[str]) -> None:
     unreadable = summary.unreadable
     if unreadable:
         raise UserError(
-            f"{counted(len(unreadable), 'shard')} could not be read, so their features are missing: run the command "
-            f"again. The first error: {unreadable[0]}"
+            f"{counted(len(unreadable), 'shard')} could not be read, so their features are missing: check the storage, "
+            f"and run the command again. The first error: {unreadable[0]}"
         )
 
 
@@ -239,7 +239,7 @@ def write_features(options: argparse.Namespace) -> Summary:
 
 
 def open_encoders(options: argparse.Namespace, communicator: Communicator) -> FeatureEncoders:
-    """Open the model on all ranks; raise UserError if it does not exist or does not have the requested output."""
+    """Open the model on all ranks; raise UserError if it cannot be opened or does not support the options."""
     import torch
 
     from neuclip_ds.checkpoint.saved_model import open_model

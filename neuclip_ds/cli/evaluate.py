@@ -186,7 +186,9 @@ class _TaskData:
 def _open_tasks(
     options: argparse.Namespace, config: Config | None, folder: Path, communicator: Communicator
 ) -> _TaskData:
-    """Open the tasks in --data on all ranks; raise UserError if one cannot be used, or if two have the same name.
+    """Open the tasks in --data on all ranks.
+
+    Raises UserError if a task cannot be used, if two tasks have the same name, or if a name in --tasks matches none.
 
     Args:
         options: options of the command line.
@@ -327,6 +329,7 @@ def _score_model(
 def _write_summary(folder: Path, task_list: TaskList, metrics: Mapping[str, Metrics]) -> None:
     """Write averages.json and summary.md."""
     from neuclip_ds.evaluation.results import averages, summary_text
+    from neuclip_ds.files import explain_disk
 
     averages_by_name = {}
     for name, average in averages(task_list, metrics).items():
@@ -336,9 +339,10 @@ def _write_summary(folder: Path, task_list: TaskList, metrics: Mapping[str, Metr
             "missing": average.missing,
             "tasks": average.tasks,
         }
-    (folder / "averages.json").write_text(json.dumps(averages_by_name, indent=2) + "\n", encoding="utf-8")
     summary = summary_text(task_list.with_scored(metrics), metrics)
-    (folder / "summary.md").write_text(summary + "\n", encoding="utf-8")
+    with explain_disk(folder, "choose another --out"):
+        (folder / "averages.json").write_text(json.dumps(averages_by_name, indent=2) + "\n", encoding="utf-8")
+        (folder / "summary.md").write_text(summary + "\n", encoding="utf-8")
 
 
 def score_blends(options: argparse.Namespace, communicator: Communicator) -> str:
@@ -350,6 +354,7 @@ def score_blends(options: argparse.Namespace, communicator: Communicator) -> str
     """
     from neuclip_ds.checkpoint.blend import blend
     from neuclip_ds.checkpoint.saved_model import SavedModel, open_model, read_result, read_start
+    from neuclip_ds.files import explain_disk
     from neuclip_ds.reporting.blends import Blends, BlendScores, ScoredTask
     from neuclip_ds.reporting.report import write_report
 
@@ -393,10 +398,13 @@ def score_blends(options: argparse.Namespace, communicator: Communicator) -> str
         tasks={task.key: ScoredTask(name=task.name, metric=task.metric) for task, _ in data.tasks},
         blends=scores,
     )
-    blends.write(folder)
+    with explain_disk(folder, "choose another --out"):
+        blends.write(folder)
     run = saved.checkpoint.parent.parent
     if options.out is None and (run / "metrics.jsonl").is_file():
-        log.info("report: %s", seen_from_here(write_report(run)))
+        with explain_disk(run, "choose a folder for the scores with --out"):
+            report = write_report(run)
+        log.info("report: %s", seen_from_here(report))
     return blends.markdown()
 
 

@@ -1,10 +1,10 @@
 """Serve a local page that searches images with a model, or with two models side by side, and classifies images.
 
-For a text query, or an image that you drop onto it, the page shows the nearest images and captions. --images is a
-folder of image files (the caption of a.jpg is in a.txt) or shards, as in data.train. MODEL is a run's folder (its
+The page shows the images and captions that are nearest to a text that you type or an image that you drop. --images is
+a folder of image files (the caption of a.jpg is in a.txt) or shards, as in data.train. MODEL is a run's folder (its
 newest checkpoint), a checkpoint, or a pretrained model, as in model.pretrained. The features are computed at each
-start, or read from the folders in --features, which `neuclip-ds embed` wrote. The page sends no images or texts to
-other machines, and by default, only this machine can open it. docs/how-to/explore.md describes the page.
+start, or read from the folders in --features, which `neuclip-ds embed` wrote. By default, only this machine can open
+the page, and neither images nor texts leave the machine. docs/how-to/explore.md describes the page.
 
 Examples:
   neuclip-ds explore runs/demo --images demo:val
@@ -158,8 +158,8 @@ def open_images(
 ) -> _Images:
     """Open --images; `embeddings` are the contents of embedding.json in the folders of --features.
 
-    Raises UserError if there are no images, if the folders contain features of different captions, or if --features is
-    set but --images is a folder of image files.
+    Raises UserError if the images cannot be opened, if the folders contain features of different captions, or if
+    --features is set but --images is a folder of image files.
     """
     from neuclip_ds.data.open_data import loader_options, open_data
     from neuclip_ds.embedding.collection import FolderImages, ShardImages

@@ -1,8 +1,8 @@
 """The page of `neuclip-ds explore`, built with Gradio, and its server.
 
-Result images are embedded in the page as small JPEGs. The server therefore serves no files except Gradio's own and its
-copies of the query images that users drop or paste; it deletes these copies when it stops. A Content-Security-Policy
-makes browsers refuse all requests to other hosts.
+Result images are embedded in the page as small JPEGs. The server therefore serves no files except Gradio's own and
+Gradio's copies of the query images that users drop or paste; these copies are deleted when the server stops. A
+Content-Security-Policy makes browsers refuse to load resources from other hosts or submit forms to them.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _text(text: str) -> str:
 
 
 def class_names(text: str) -> list[str]:
-    """Return the distinct names in a text that has one name per line, or is a single line of names between commas."""
+    """Return the distinct names in a text with one name per line, or with a single line of comma-separated names."""
     lines = text.strip().splitlines()
     names = lines if len(lines) > 1 else text.split(",")
     stripped = [name.strip() for name in names]

@@ -5,8 +5,8 @@ Examples:
   neuclip-ds inspect manifests/cc12m --recipe cc12m_openclip --data.captions=txt:lines
 
 The command prints statistics of evenly spaced samples, and writes a page with pictures and captions. The lengths of
-captions are counted in tokens of the text tower that the recipe trains. Options of `neuclip-ds train` change the
-recipe.
+captions are counted in tokens of the text tower that the recipe trains. Options of `neuclip-ds train` override those of
+the recipe.
 """
 
 import argparse

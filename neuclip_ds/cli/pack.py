@@ -1,12 +1,12 @@
-"""Pack image-caption pairs from a table (CSV, TSV, JSON lines or parquet) or a folder of images into training shards.
+"""Pack image-caption pairs from a table (CSV, TSV, JSON Lines or Parquet) or a folder of images into training shards.
 
 Examples:
   neuclip-ds pack pairs.csv /data/mine
   neuclip-ds pack /data/images_and_texts /data/mine
   neuclip-ds pack '/data/tables/*.parquet' /data/mine --image jpg --captions txt=alt_text syn.txt=recaption
 
-Each cell of the image column is a path (relative to the folder of the table's file), a URL, or the encoded image
-itself, possibly in base64. In a folder of images without a table, the caption of dog.jpg is the text in dog.txt.
+Each cell of the image column is a path (absolute, or relative to the folder of the table's file), a URL, or the encoded
+image itself, possibly in base64. In a folder of images without a table, the caption of dog.jpg is the text in dog.txt.
 
 Rows with the same image become one sample with several captions, one per line. Rows that cannot be used are counted and
 listed in broken.jsonl. Rows whose images could not be fetched because the storage failed are also written to
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--shard-size", type=int, default=10_000, help="samples per shard")
     quotes = (
         "whether quotes enclose cells in CSV and TSV files; auto means on, but refuses a cell that seems to contain "
-        "other rows"
+        "other rows, unless the file is comma-separated and all of its quotes are valid"
     )
     parser.add_argument("--quotes", choices=("auto", "on", "off"), default="auto", help=quotes)
     options = parser.parse(arguments)

@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog, formatter_class=_Formatter, **options)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Return the values of all options; raise UserError for an unknown, missing or invalid option."""
+        """Return the values of all arguments; raise UserError if an argument is unknown, missing or invalid."""
         options, unknown = self.parse_with_overrides(arguments)
         if unknown:
             kind = "option" if unknown[0].startswith("-") else "argument"
@@ -55,7 +55,10 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def parse_with_overrides(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Return the values of all options, and the remaining arguments, which should be options of `train`."""
+        """Return the values of the known arguments, and the other arguments, which should be options of `train`.
+
+        Raises UserError if a known argument is missing or invalid.
+        """
         return self.parse_known_args([respell(argument, "_", "-") for argument in arguments])
 
     def error(self, message: str) -> NoReturn:

@@ -4,8 +4,8 @@ Examples:
   neuclip-ds recipes
   neuclip-ds recipes neuclip
 
-A recipe is a YAML file of options; `neuclip-ds train RECIPE --print-config` prints the values of all options. Your own
-recipe can include these recipes; to use it, pass its path instead of a name.
+A recipe is a YAML file of options; `neuclip-ds train RECIPE --print-config` prints all options that apply, with their
+values. Your own recipe can include these recipes; to use it, pass its path instead of a name.
 """
 
 from collections.abc import Sequence

@@ -105,7 +105,7 @@ class BadSampleLog:
             raise UserError(
                 f"{self.bad} of {self.seen} samples cannot be used, more than "
                 f"data.max_bad_fraction={self._max_fraction} allows (the most frequent cause: {cause}, "
-                f"{counted(count, 'time')}). Fix the samples that {self.path} lists with their shards, or raise "
+                f"{counted(count, 'time')}). {self.path} lists these samples and their shards. Fix them, or raise "
                 "data.max_bad_fraction."
             )
         if problem := next((problem for _, _, problem in new_of_ranks if problem is not None), None):

@@ -57,8 +57,8 @@ def build_manifest(
     """Build an in-memory manifest of the tar files at `paths`, in the given order.
 
     By default, there is about one worker process per 16 shards, up to one per CPU. With `processes=1`, the default for
-    fewer than 16 shards, this process scans the shards. Raises UserError if a shard or a uid file cannot be read, if no
-    sample has both an image and a caption, or if a worker process ends early.
+    fewer than 16 shards, this process scans the shards. Raises UserError if `scan_shard` raises it, if no sample has
+    both an image and a caption, or if a worker process ends early.
     """
     processes = processes or min(os.cpu_count() or 1, 1 + len(paths) // _SHARDS_PER_PROCESS)
     with process_pool(processes) if processes > 1 else nullcontext() as pool:
@@ -169,8 +169,8 @@ def write_manifest(
 
     Raises:
         UserError: `folder` contains a manifest or cannot be written, the options conflict, two shards contain the same
-            samples, a shard changes during the scan, a uid file or (without `skip_unreadable`) a shard cannot be used,
-            or no sample has both an image and a caption.
+            samples, a shard changes during the scan, a uid file or a shard cannot be used (with `skip_unreadable`: all
+            shards), or no sample has both an image and a caption.
     """
     if is_manifest(folder):
         raise UserError(f"{folder} already contains a manifest; delete the folder, or choose a different one.")
@@ -256,7 +256,8 @@ def scan_shards(
         on_progress: called with (shards done, total shards); shards finished by an interrupted scan count as done.
 
     Raises:
-        UserError: the results cannot be written, a shard changed during the scan, or `count_shards` raises it.
+        UserError: the results or the tables cannot be written, a shard changed during the scan, or `count_shards`
+            raises it.
     """
     key = hashlib.sha256(f"{_RESULTS_VERSION} {options} {tables is not None}".encode()).hexdigest()[:16]
     with explain_disk(results, "choose another folder"):

@@ -101,8 +101,8 @@ class ShardCache:
         Raises:
             FetchError: attempts to fetch the shard, now or in the last minute, found it missing or damaged, or reached
                 a limit of this machine.
-            UserError: the storage refuses access or has failed for too long, the address or its backend is wrong, the
-                shard is larger than the whole cache, or the cache folder cannot be used.
+            UserError: the storage refuses access or has failed for too long, the address is invalid or its backend is
+                not installed, the shard is larger than the whole cache, or the cache folder cannot be used.
         """
         if expected_bytes > self.capacity_bytes:
             raise UserError(
@@ -255,7 +255,7 @@ class ShardCache:
         return _POLL
 
     def _pause_after(self, failure: AttemptFailed, retries: Retries) -> float:
-        """Return how many seconds to wait after a failed attempt; record permanent and repeated failures for the node.
+        """Return the seconds to wait after a failed attempt; record FetchErrors and repeated failures for the node.
 
         Raises the same errors as `Retries.pause_after`.
         """

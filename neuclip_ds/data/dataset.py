@@ -163,8 +163,7 @@ class PairDataset:
     def batch(self, items: Sequence[tuple[int, int]]) -> Batch:
         """Return a batch with one row per (epoch, index) pair; an index of -1 gives a padding row.
 
-        Raises UserError if a shard differs from its description in the manifest or cannot be fetched, if a table has
-        changed or lacks captions, or if a limit of this machine prevents a read.
+        Raises UserError in the same cases as `SampleReader.read` and `FeatureTable.rows`.
         """
         # the random numbers of each row: the seed of its augmentation, and the number that draws its caption
         epochs, indices = np.array(items, dtype=np.int64).reshape(-1, 2).T

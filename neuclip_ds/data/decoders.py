@@ -188,7 +188,7 @@ def decode_pil(data: bytes, min_side: int | None = None) -> Decoded:
 
 
 def read_header(data: bytes) -> Image.Image:
-    """Open an image without decoding its pixels; raise DecodeError if its format or size is not allowed."""
+    """Open an image without decoding its pixels; raise DecodeError if its header, format or size is invalid."""
     try:
         image = Image.open(io.BytesIO(data), formats=_FORMATS)
     except MemoryError:

@@ -204,7 +204,8 @@ def demo_split(source: str, cache: Path) -> Path:
     """Return the folder of `demo:train`, `demo:val` or `demo:zero_shot`; render the dataset if it is not in `cache`.
 
     If several processes render the dataset at the same time, all of them use the files of the first one to finish.
-    Raises UserError if `source` is not the name of a split, or `cache` cannot be written.
+    Raises UserError if `source` is not the name of a split, if `cache` cannot be written, or if `make_demo_data` raises
+    it.
     """
     _, _, split = source.partition(":")
     if split not in SPLITS or source != f"demo:{split}":

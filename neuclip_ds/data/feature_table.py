@@ -77,8 +77,8 @@ class FeatureTable:
         job: hash of the model and the options.
         crops: number of stored views of each image.
         has_random_crops: whether the views are random crops, as in training, rather than the evaluation crop.
-        image_width: width d of the image features; None if the table has no image features.
-        text_width: width of the text features; None if the table has no text features.
+        image_width: width d of the image features; None if the table serves no image features.
+        text_width: width of the text features; None if the table serves no text features.
         dtype: dtype of the features.
         cached_bytes: (n_shards,) bytes that each shard's feature file takes in the cache; 0 for local files.
 

@@ -88,8 +88,8 @@ class Retries:
 
     The pauses have random lengths of up to 1, 2, 4 ... times `backoff` seconds, and at most 60 s. Retries end when the
     storage has failed for `max_outage` seconds; at the fifth error of one of three kinds (access is refused, the data
-    is damaged, or a limit of this machine is reached); or at once if the shard does not exist, or the address or its
-    backend is wrong.
+    is damaged, or a limit of this machine is reached); or at once if the shard does not exist, the address is invalid,
+    or its backend is not installed.
     """
 
     def __init__(self, url: str, max_outage: float, backoff: float = 1.0) -> None:
@@ -105,7 +105,8 @@ class Retries:
 
         Raises:
             FetchError: the shard does not exist or is damaged, or a limit of this machine has been reached.
-            UserError: the storage refuses access or has failed for too long, or the address or its backend is wrong.
+            UserError: the storage refuses access or has failed for too long, the address is invalid, or its backend is
+                not installed.
         """
         kind = failure.kind
         message = f"{self.url} cannot be fetched: {failure}."

@@ -65,8 +65,8 @@ def inspect_pairs(
     `evenly_spaced_indices` chooses the samples. Only the headers of images are decoded, so an image with damaged pixel
     data counts as usable.
 
-    Raises UserError if a caption source is invalid, if a shard differs from its description in the manifest or cannot
-    be fetched, if there are remote shards but no `cache`, or if a limit of this machine prevents a read.
+    Raises UserError if a caption source is invalid, if there are remote shards but no `cache`, or in the same cases as
+    `SampleReader.read`.
     """
     sources = Captions(captions)
     reader = SampleReader(manifest, sources.extensions, cache)

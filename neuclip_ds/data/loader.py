@@ -2,7 +2,8 @@
 
 The main process sends lists of (epoch, index) pairs to the workers. The step is therefore the training loader's only
 state, and resuming at any step costs no more than starting at the first step. A rank's batch is loaded in parts of
-bounded size to limit the memory that prefetching uses. The parts are never joined: joining would copy all the pixels.
+bounded size to limit the memory that prefetching uses. The pixels of the parts are never joined, because that would
+copy them.
 """
 
 import io

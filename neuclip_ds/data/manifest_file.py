@@ -63,9 +63,9 @@ def check_separate(training: Manifest, validation: Manifest) -> None:
     shared = [second for _, second in _repeats([*training.shards, *validation.shards])]
     if shared:
         raise UserError(
-            f"{len(shared)} of {validation.n_shards} shards of data.val are among the training shards, such as "
-            f"{shared[0].path}: recall would be measured on training pairs. Choose different shards, or set data.val= "
-            "(empty) to train without validation data."
+            f"{len(shared)} of {validation.n_shards} validation shards (data.val) are among the training shards, such "
+            f"as {shared[0].path}: recall would be measured on training pairs. Choose different shards, or set "
+            "data.val= (empty) to train without validation data."
         )
 
 
@@ -141,7 +141,9 @@ def load_manifest(folder: str | os.PathLike[str]) -> Manifest:
             table = file.read()
         meta = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
         if (version := meta.get(f"{_META}version")) != str(_VERSION):
-            raise UserError(f"The manifest in {folder} has version {version}, not {_VERSION}; build it again.")
+            raise UserError(
+                f"The manifest in {folder} has version {version}, not {_VERSION}; remove it and build it again."
+            )
         rows = table.select(_SCHEMA.names).cast(_SCHEMA)
     except (ValueError, KeyError, OSError, pa.ArrowException) as error:
         raise _unreadable(folder, error) from error
@@ -156,7 +158,7 @@ def load_manifest(folder: str | os.PathLike[str]) -> Manifest:
     groups = columns["group"]
     if any(parts):
         if None in parts or None in groups or not all(map(_PART.fullmatch, parts)):
-            raise _unreadable(folder, "it names a file that cannot contain sample tables")
+            raise _unreadable(folder, "it omits a sample table, or names a file that cannot contain sample tables")
         tables = folder / SAMPLES
         locations = [TableLocation(tables / part, group) for part, group in zip(parts, groups, strict=True)]
         manifest.samples = SampleTables.open(locations, [shard.n for shard in manifest.shards])
@@ -184,7 +186,7 @@ def _check_possible(folder: Path, manifest: Manifest) -> None:
         if shard.start != start or shard.n < 0 or not fewest_bytes <= shard.bytes <= _MAX_SHARD_BYTES:
             raise UserError(
                 f"The manifest in {folder} lists {counted(shard.n, 'sample')} in {counted(shard.bytes, 'byte')} of "
-                f"{shard.path} from index {shard.start}, which is impossible; build it again."
+                f"{shard.path} from index {shard.start}, which is impossible; remove it and build it again."
             )
         start += shard.n
 

@@ -122,7 +122,10 @@ class MixtureOrder:
         return cycles * self._rows_per_cycle[source] + rows_before[stream + remaining_steps] - rows_before[stream]
 
     def step_of(self, source: int, stream: int, taken: int) -> int:
-        """Return the step that takes sample `taken` (0-based) of a source's stream; its weight must be above 0."""
+        """Return the step that takes sample `taken` (0-based) of a source's stream.
+
+        The source's weight must be above 0.
+        """
         first_step = max(0, taken // int(self._rows_per_cycle[source]) - 1) * self._streams
         # the first step after which more than `taken` samples have been taken
         return first_step + bisect_right(

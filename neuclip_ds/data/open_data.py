@@ -139,7 +139,7 @@ def unused_sources(manifest: Manifest, captions: CaptionSources, cache: ShardCac
     """Return the caption sources without a caption in any checked sample; a single source is not checked.
 
     The samples come from up to 50 shards or, if there is a `cache`, from only one shard, because it may be remote.
-    Raises UserError in the same cases as `iter_captions`.
+    Returns [] if none of the samples can be read. Raises UserError in the same cases as `iter_captions`.
     """
     if len(captions) < 2:
         return []

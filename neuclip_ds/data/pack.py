@@ -93,8 +93,8 @@ def choose_columns(table: PairTable, image: str | None = None, captions: Sequenc
             raise UserError(f"{table.name} has no column {column}; name one of its columns ({known}).")
     if len(by_member) < len(captions) or not all(map(_MEMBER.fullmatch, by_member)):
         raise UserError(
-            f"--captions {' '.join(captions)} is not valid: write MEMBER=COLUMN, with a different member, such as "
-            "syn.txt, for each column."
+            f"--captions {' '.join(captions)} is not valid: write MEMBER=COLUMN, with a different member for each "
+            "column: txt or PREFIX.txt, such as syn.txt."
         )
     return Columns(image, by_member)
 

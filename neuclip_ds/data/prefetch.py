@@ -177,10 +177,10 @@ class Prefetcher(ForkProcess):
 
     `requests` is a function that returns the requests of the node's ranks, starting at batch `begin`. Remote shards are
     fetched at most `ahead` batches ahead, and only for batches before `end`; local shards are skipped. A shard's stored
-    features in the remote `tables` are fetched before it, because all of its samples need the same file; with
-    `reads_shards` false, only the features are fetched. With `early_samples`, the samples of the next two batches are
-    fetched before the rest of their shards. Enter the `with` block before the readers start: a reader that finds
-    neither a shard nor its first pieces fetches the whole shard itself.
+    features in the remote `tables` are fetched before it, because all of its samples need the same file; if
+    `reads_shards` is false, only the features are fetched. If `early_samples` is given, the samples of the next two
+    batches are fetched before the rest of their shards. Enter the `with` block before the readers start: a reader that
+    finds neither a shard nor its first pieces fetches the whole shard itself.
     """
 
     def __init__(

@@ -61,8 +61,8 @@ class RangeReader:
 
         All files must be on one server; the ranges are requested simultaneously. The reason is RangesIgnored if a
         different number of bytes arrives, for example because the file has a different size. Raises RangesIgnored if
-        the server ignores ranges, and an exception of the backend if the requests take longer than the timeout, which
-        grows with the number of bytes.
+        the server ignores ranges, and an exception of the backend if the server cannot be checked or the requests take
+        longer than the timeout, which grows with the number of bytes.
         """
         store = self._store(files[0])
         paths = [store._strip_protocol(file.url) for file in files]

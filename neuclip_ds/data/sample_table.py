@@ -53,7 +53,7 @@ class SampleTable:
 
     @property
     def layout(self) -> int:
-        """A checksum of all keys and of the extents of `MEMBERS`; it almost always differs between two shards."""
+        """A checksum of all keys and of the extents of `MEMBERS`; it almost always differs between different shards."""
         return zlib.crc32(self.extents[:, : len(MEMBERS)].tobytes(), zlib.crc32(self.keys))
 
     def extent(self, row: int, member: str) -> Extent | None:
@@ -260,7 +260,7 @@ def _to_table(rows: pa.Table) -> SampleTable:
     keys, ordinals, *columns = rows.select(schema.names).cast(schema).columns
     extent_columns = columns[: 2 * len(members)]
     checksum_columns = columns[2 * len(members) :]
-    problem = "it has rows without a valid offset"
+    problem = "it has rows with missing or invalid values"
     if any(column.null_count for column in (keys, ordinals, *extent_columns)):
         raise ValueError(problem)
     extents = np.stack([_to_numpy(column) for column in extent_columns], axis=1)

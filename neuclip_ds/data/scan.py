@@ -81,8 +81,8 @@ Scans = tuple[list[Scan], dict[str, str]]  # the scans, and the reason for each 
 def scan_shard(path: str, options: ScanOptions) -> tuple[Scan, SampleTable]:
     """Scan the tar at `path` (a file or a URL), and return the scan and the table of the tar's samples.
 
-    Raises UserError if the tar or a uid file cannot be read, if the tar's name is not UTF-8, or if a caption source is
-    invalid.
+    Raises UserError if the file is not a tar, if it or a uid file cannot be read, if its name is not UTF-8, or if a
+    caption source is invalid.
     """
     try:
         path.encode()

@@ -34,7 +34,8 @@ def resolve_shards(source: str) -> list[str]:
     contain globs; a URL that fsspec supports, with or without globs or braces (`s3://bucket/{00000..00127}.tar`); a
     text file (`shards.txt`) with one source per line; or several sources joined by `::`.
 
-    Raises UserError if `source` names no tar, names a local tar that does not exist, or cannot be looked up.
+    Raises UserError if `source` names no tar, names a local tar that does not exist, has braces that do not match or
+    that expand to more than 10,000,000 names, or cannot be looked up.
     """
     try:
         return _resolve(source)
@@ -47,7 +48,8 @@ def resolve_shards(source: str) -> list[str]:
 def _resolve(source: str) -> list[str]:
     if not source.strip():
         raise UserError(
-            "A data source is an empty string; pass a tar, a folder of shards, a glob, a brace pattern or a URL."
+            "A data source is an empty string; pass a tar, a folder of shards, a glob, a brace pattern, a URL or a "
+            ".txt list of these."
         )
     if _BETWEEN in source:
         paths: list[str] = []

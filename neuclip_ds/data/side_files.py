@@ -41,7 +41,7 @@ def count_shards(sizes: Mapping[str, int | None]) -> Scans:
     """Count the samples in shards using their side files; return the scans, and the reason for each shard that failed.
 
     `sizes` maps a shard's path to its size in bytes; if the size is None, it is requested from the storage service.
-    Raises UserError if the address of a folder or its backend is wrong.
+    Raises UserError if the address of a folder is invalid, or if its fsspec backend is not installed.
     """
     stores = {folder: _store(folder) for folder in {path.rpartition("/")[0] for path in sizes}}  # shared by all threads
     failures: dict[str, str] = {}
@@ -117,7 +117,7 @@ def _successful_rows(store: Any, path: str) -> int:
 
 
 def _request(work: Callable[[], Value]) -> Value:
-    """Return the result of `work`, which is retried after transient errors; raise AttemptFailed if it still fails."""
+    """Return the result of `work`; raise AttemptFailed after a permanent error or five transient ones."""
     for attempt in range(_ATTEMPTS):
         try:
             return work()

@@ -1,12 +1,12 @@
 """Index tar shards by walking their headers, without losing the samples after a damaged header.
 
-For well-formed shards, the samples are the same as in webdataset 1.0.2, with two exceptions: a hard link is read as the
-member of the same tar that it names, because GNU tar stores files with equal inodes as hard links; and the files that
-macOS adds (`._NAME`, `__MACOSX/`) are ignored.
+For well-formed shards, the samples are the same as in webdataset 1.0.2, with three exceptions: a hard link is read as
+the member of the same tar that it names, because GNU tar stores files with equal inodes as hard links; sparse members
+are skipped; and the files that macOS adds (`._NAME`, `__MACOSX/`) are ignored.
 
 After a damaged header, Python's `tarfile`, and thus webdataset, silently drops the rest of the shard. This module
 continues at the next valid header and records the gap. It reads POSIX.1-1988 ustar, POSIX.1-2001 pax and GNU tars (long
-names, base-256 numbers); it skips sparse members.
+names, base-256 numbers).
 
 A name ends at its first NUL and is never used as a path. The running time is linear in the size of the tar.
 """
@@ -105,7 +105,7 @@ class _Member(NamedTuple):
 def read_index(fd: int) -> ShardIndex:
     """Index a tar, given its file descriptor; raise OSError if the tar cannot be read.
 
-    A damaged or truncated member is omitted from its sample, and its bytes are recorded in `gaps`.
+    A member with a damaged header or truncated data is omitted from its sample, and its bytes are recorded in `gaps`.
     """
     gaps: list[Extent] = []
     index = _group_members(_walk(fd, os.fstat(fd).st_size, gaps))

@@ -229,7 +229,7 @@ def open_order(
             window = interleave.streams * interleave.block
             if window < min(without_cache.streams * without_cache.block, int(manifest.sizes.sum())):
                 log.warning(
-                    "The cache limits the shuffle buffer to %s samples: raise data.cache_gb (now %g) to shuffle more "
+                    "the cache limits the shuffle buffer to %s samples: raise data.cache_gb (now %g) to shuffle more "
                     "samples together",
                     f"{window:,}",
                     data.cache_gb,

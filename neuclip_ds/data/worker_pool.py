@@ -70,11 +70,13 @@ class WorkerPool:
     ) -> Generator[Any, None, None]:
         """Yield the results of jobs in order; a worker that fails is replaced, and its unfinished jobs are repeated.
 
-        Jobs must be picklable; at most `prefetch` jobs per worker are read ahead. Errors about workers name
-        `describe(n)` (a name for the result of the n-th job, from 1) and, if given, the `folder` of the data. If the
-        caller stops early, the next call starts new workers. Raises UserError if a job raises it, if a worker fails
-        three times in a row, or if workers cannot be started or send results, for example because a limit of this
-        machine is too low. Any other exception in a worker is raised as a RuntimeError that contains the traceback.
+        Jobs must be picklable; at most `prefetch` jobs per worker are read ahead. Errors about a worker that dies or
+        hangs name `describe(n)` (a name for the result of the n-th job, from 1) and, if given, the `folder` of the
+        data. If the caller stops early, the next call starts new workers.
+
+        Raises UserError if a job raises it, if a worker fails three times in a row, or if workers cannot be started or
+        send results, for example because a limit of this machine is too low. Any other exception in a worker is raised
+        as a RuntimeError that contains the traceback.
         """
         count = self._options.workers
         if not count:

@@ -100,7 +100,7 @@ class Communicator:
         self._counter = TrafficCounter()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Communicator":
-        """Return the communicator itself: process groups cannot be copied, and copies of a loss share theirs."""
+        """Return the communicator itself: process groups cannot be copied, so all copies of a loss share it."""
         return self
 
     def __reduce__(self) -> tuple[Callable[..., "Communicator"], tuple[torch.device, int, int]]:
@@ -260,7 +260,7 @@ class Communicator:
     def raise_if_any_rank_failed(self, problem: str | None) -> None:
         """Raise `UserError` on all ranks if any rank has a `problem` (None: no problem); all ranks call this together.
 
-        The message names the lowest rank that has a problem, and its host.
+        If there are several ranks, the message names the lowest rank that has a problem, and its host.
         """
         reports = self.gather_objects({"host": socket.gethostname(), "problem": problem})
         for rank, report in enumerate(reports):
@@ -305,7 +305,7 @@ class Communicator:
 
 
 def _unpickled(device: torch.device, rank: int, world_size: int) -> Communicator:
-    """Return the communicator of this process; raise `UserError` if its rank or world size differs."""
+    """Return the communicator of this process; raise `UserError` if it has another rank or world size."""
     communicator = Communicator(device)
     if (communicator.rank, communicator.world_size) != (rank, world_size):
         raise UserError(

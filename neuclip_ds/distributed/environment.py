@@ -76,10 +76,12 @@ def local_ranks(env: Mapping[str, str] = os.environ) -> int:
 def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
     """Set the variables that torch's process group reads, if the launcher has not set them.
 
-    A single rank uses its own machine as MASTER_ADDR and a free port; an srun step uses its first node and a port
-    derived from the job ID. Under mpirun, MPI can provide a missing address, so nothing is set; under other launchers,
-    a missing address raises `UserError`. A missing local rank also raises `UserError` under a launcher that sets only
-    PMI_RANK and PMI_SIZE.
+    Without a launcher, or under mpirun with a single rank, MASTER_ADDR is this machine, and MASTER_PORT is a free port.
+    An srun step uses its first node and a port derived from the job ID. If several ranks run under mpirun, MPI can
+    provide a missing address, so nothing is set.
+
+    Raises `UserError` if another launcher sets no address, if a launcher that sets only PMI_RANK and PMI_SIZE sets no
+    local rank, or if the launcher's variables do not describe a rank.
     """
     names = _variables_of_launcher(env)
     if names is None or (names not in (_TORCH, _SLURM) and read_environment(env).world_size == 1):

@@ -46,7 +46,7 @@ def broadcast_message(message: Tensor, group: dist.ProcessGroup | None) -> Tenso
 
 
 def gather_messages(message: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Return the messages of all ranks: their lengths are gathered first, then their padded bytes."""
+    """Return all ranks' messages in host memory, in rank order: gather their lengths first, then their padded bytes."""
     world_size = dist.get_world_size(group)
     with record_function(CONTROL):
         sizes = torch.empty(world_size, dtype=torch.int64, device=message.device)

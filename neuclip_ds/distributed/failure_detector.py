@@ -89,9 +89,9 @@ class FailureDetector:
     """Ends all ranks if its `with` block fails on any rank.
 
     The exit code is 2 for a `UserError`, 128 + the signal's number for `Interrupted`, and otherwise 1. Rank 0 reports
-    `UserError`, `Interrupted` or `TrainingDiverged` in one line. For any other exception, the rank that failed first
-    logs the traceback. In that case, or if a rank was killed, local rank 0 of each node logs one line; if local rank 0
-    itself failed first, the next rank of its node logs the line.
+    `UserError`, `Interrupted` or `TrainingDiverged` without a traceback. For any other exception, the rank that failed
+    first logs the traceback. In that case, or if a rank was killed, local rank 0 of each node logs one line; if local
+    rank 0 itself failed first, the next rank of its node logs the line.
 
     Args:
         environment: rank and world size of this process; all ranks (at least two) must enter the block.
@@ -100,7 +100,7 @@ class FailureDetector:
 
     Attributes:
         communicator: communicator between the ranks. The caller must set it when the ranks have connected their process
-            groups; if it is not set within 5 minutes, all ranks exit.
+            groups; if it is not set within 5 minutes, all ranks exit with code 2.
 
     Raises:
         UserError: the previous rank cannot be reached, or its entry in the store, or rank 0's, is unreadable.

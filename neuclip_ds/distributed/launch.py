@@ -71,9 +71,9 @@ def process_group(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
         max_outage: longest time in seconds that a node may wait for its storage while others wait in a collective.
 
     Raises:
-        UserError: the hostfile does not exist; the launcher's variables are incomplete or invalid; or ranks are
-            missing, cannot be reached or have no usable GPU, or differ in their devices, library versions, code or
-            task.
+        UserError: the hostfile does not exist; the launcher's variables are invalid, or incomplete without MPI's help;
+            MASTER_PORT is in use, or the store on it contains unreadable entries; or ranks are missing, appear twice,
+            cannot be reached or have no usable GPU, or differ in their devices, library versions, code or task.
     """
     refuse_missing_hostfile()
     before = os.environ.copy()
@@ -432,7 +432,8 @@ def _wait_for_verdict(
 
     torchrun's store also contains the names and results of earlier attempts, in which this process took no part. This
     rank therefore joins again whenever the name of the current attempt changes. torchrun's restart counts cannot serve
-    as names, because they differ between nodes. Raises `UserError` if rank 0 gives no result within twice `timeout`.
+    as names, because they differ between nodes. Raises `UserError` if rank 0 gives no result within twice `timeout`, or
+    an unreadable one.
     """
     deadline = time.monotonic() + 2 * timeout.total_seconds()  # rank 0 may have started to wait later than this rank
     attempt = ""
@@ -448,7 +449,7 @@ def _wait_for_verdict(
                 attempt_store.add("read", 1)
                 return attempt, verdict
         time.sleep(_POLL_INTERVAL)
-    raise UserError(f"Rank {arrival.rank} timed out waiting for rank 0: check rank 0's log.")
+    raise UserError(f"Rank {arrival.rank} timed out waiting for rank 0 to compare the ranks: check rank 0's log.")
 
 
 def _wait_for_readers(store: dist.Store) -> None:
@@ -474,7 +475,7 @@ def _compare(store: dist.Store, world_size: int, timeout: timedelta) -> _Verdict
             if time.monotonic() > deadline:
                 missing = ", ".join(str(rank) for rank in range(world_size) if rank not in arrivals)
                 return verdict(
-                    f"Of {world_size} ranks, these did not arrive within {timeout.total_seconds():.0f} s: {missing}. "
+                    f"Some of the {world_size} ranks did not arrive within {timeout.total_seconds():.0f} s: {missing}. "
                     "Check the logs of their nodes."
                 )
             time.sleep(_POLL_INTERVAL)

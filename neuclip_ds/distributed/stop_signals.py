@@ -60,7 +60,7 @@ def _report_unless_interrupted(report: Callable[[Any], object], unraisable: Any)
 
 @contextmanager
 def raising_interrupted() -> Iterator[None]:
-    """Raise `Interrupted` in the main thread when a stop signal arrives during the block.
+    """Raise `Interrupted` in the main thread when the first stop signal arrives in the block, unless it is deferred.
 
     If the same signal arrives again more than a second later, the process ends at once. SIGHUP stays ignored under
     `nohup`. Nested blocks, and blocks outside the main thread, have no effect on signals.

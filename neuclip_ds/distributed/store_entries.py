@@ -22,7 +22,8 @@ def write_entry(store: dist.Store, key: str, entry: Any) -> None:
 def read_entry(store: dist.Store, key: str, kind: type[T]) -> T:
     """Wait until a rank has written an entry, and return it as an instance of `kind`.
 
-    Raises `UserError` if the entry is not JSON that is valid for `kind`.
+    Raises `UserError` if the entry is not JSON that is valid for `kind`, and torch's `DistError` if the store closes or
+    its timeout passes first.
     """
     return parse_entry(store.get(key), key, kind)
 

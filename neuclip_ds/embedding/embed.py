@@ -111,21 +111,26 @@ class Parts:
     def create(self, manifest: Manifest) -> list[int]:
         """Open or create the folder, and return the numbers of the shards that have parts.
 
-        Raises UserError if another job wrote the folder, or if its embedding.json cannot be read.
+        Raises UserError if another job wrote the folder, if its embedding.json cannot be read, or if the folder cannot
+        be written.
         """
         identity = self._identity_for(manifest)
         path = self.folder / EMBEDDING
         if path.is_file():
             self._check_identity(path, identity, manifest)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        _write_json(path, identity)
+        with explain_disk(self.folder, "choose another --out"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _write_json(path, identity)
         matches = [_PART_NAME.fullmatch(table.name) for table in feature_tables(self.folder)]
         shards = [int(match[1]) for match in matches if match]
         # a part consists of a table and a file with the features
         return [shard for shard in shards if (self.folder / part_name(shard)).is_file()]
 
     def _check_identity(self, path: Path, identity: Mapping[str, Any], manifest: Manifest) -> None:
-        """Raise UserError if the file describes a different job; shards may have been appended to the dataset since."""
+        """Raise UserError if the file cannot be read or describes a different job.
+
+        Shards may have been appended to the dataset since the file was written.
+        """
         with explained(f"{path} cannot be read", f"choose another --out, or delete {self.folder}"):
             stored = json.loads(path.read_text(encoding="utf-8"))
             shards = stored["shards"]
@@ -224,8 +229,8 @@ def embed(
     """Write the missing parts; all ranks call this function together and receive the same totals.
 
     The encoders must not run collectives, because the number of calls differs between ranks; they get at most
-    `batch_size` images or captions at once. Raises UserError if the folder contains features from a different job, a
-    shard differs from the manifest, a feature is not finite, the disk is full, or loader processes die repeatedly.
+    `batch_size` images or captions at once. Raises UserError if the folder contains features from a different job or
+    cannot be written, a shard differs from the manifest, a feature is not finite, or loader processes die repeatedly.
     """
     written_before = set(communicator.on_rank_zero(lambda: parts.create(manifest)))
     missing = []

@@ -75,8 +75,8 @@ def dual_encoders(
 ) -> FeatureEncoders:
     """Return the encoders of a model, which run on the model's device.
 
-    `trunks` is the result of `record_trunks`. Raises UserError if `output` is `trunk` and a tower has no separate
-    projection.
+    `trunks` is the result of `record_trunks`, or empty if the features are not stored. Raises UserError if `output` is
+    `trunk` and a tower has no separate projection.
     """
     if output == "trunk":
         if isinstance(model.vision.projection, nn.Identity) or isinstance(model.text.projection, nn.Identity):

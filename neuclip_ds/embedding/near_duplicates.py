@@ -20,7 +20,7 @@ from neuclip_ds.data.feature_parts import EMBEDDING, PART_SUFFIX, map_part
 from neuclip_ds.data.uids import UidArray, parse_uid
 from neuclip_ds.embedding.select import feature_tables
 from neuclip_ds.errors import UserError, explained
-from neuclip_ds.files import atomic_write
+from neuclip_ds.files import atomic_write, explain_disk
 
 
 def drop_near_duplicates(
@@ -33,8 +33,8 @@ def drop_near_duplicates(
     that was kept before it, and their cosine similarity. The kept sample is the nearest one in earlier chunks or, if no
     sample there is near, in the same chunk. Features that are not normalized, such as those of a single encoder, are
     normalized for the comparison. All n features stay in memory, in their stored dtype; chunks of `chunk` samples are
-    compared at once. Raises UserError if a folder contains no image features or cannot be read, or if the widths of
-    features differ.
+    compared at once. Raises UserError if a folder contains no image features or cannot be read, if the widths of
+    features differ, or if `list_path` cannot be written.
     """
     row_of_uid = {}
     for row, (high, low) in enumerate(uids.tolist()):
@@ -47,7 +47,8 @@ def drop_near_duplicates(
             features = np.zeros((len(uids), width), part_features.dtype)
         if width != features.shape[1]:
             raise UserError(
-                f"The folders contain features of widths {width} and {features.shape[1]}; pass features of one model."
+                f"The folders {', '.join(map(str, folders))} contain features of different widths "
+                f"({features.shape[1]} and {width}); pass features of one model."
             )
 
         # find the requested samples of this part, and where to store them
@@ -85,11 +86,12 @@ def _write_list(path: Path, uids: UidArray, nearest: NDArray[np.int64], cosines:
     def text_of(row: int) -> str:
         return f"{int(uids['high'][row]):016x}{int(uids['low'][row]):016x}"
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as temporary, temporary.open("w", encoding="utf-8", newline="\n") as file:
-        file.write("dropped,kept,cosine\n")
-        for row in np.flatnonzero(nearest >= 0).tolist():
-            file.write(f"{text_of(row)},{text_of(int(nearest[row]))},{cosines[row]:.4f}\n")
+    with explain_disk(path, "choose another --out"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as temporary, temporary.open("w", encoding="utf-8", newline="\n") as file:
+            file.write("dropped,kept,cosine\n")
+            for row in np.flatnonzero(nearest >= 0).tolist():
+                file.write(f"{text_of(row)},{text_of(int(nearest[row]))},{cosines[row]:.4f}\n")
 
 
 def _parts(folders: Sequence[Path], column: str) -> Iterator[tuple[pa.Table, NDArray[np.floating]]]:

@@ -143,7 +143,7 @@ def check_features(model: SearchableModel, collection: Collection, folder: str) 
     images = model.features.images
     number = int(images.index[0])
     name = collection.name(number)
-    with explained(f"Image {name} cannot be read", "check the storage"):
+    with explained(f"Image {name} cannot be read or decoded", "check the image and the storage"):
         feature = model.encode_image(collection.read(number).image).cpu()
     stored = torch.from_numpy(images.values[0]).float()
     problem = "different widths"
@@ -277,7 +277,8 @@ def read_features(stored: Stored, model: str, manifest: Manifest) -> CollectionF
 
     Raises:
         UserError: the features were computed with another model, with the moving average of the model's weights or from
-            other data; are not in a joint space of images and captions; belong to random crops; or are all unusable.
+            other data; are incomplete or cannot be read; are not in a joint space of images and captions; belong to
+            random crops; or are all unusable.
     """
     folder = stored["folder"]
     embedding = stored["embedding"]
@@ -303,7 +304,8 @@ def read_features(stored: Stored, model: str, manifest: Manifest) -> CollectionF
     is_usable[list(problems)] = False
     if not is_usable.any():
         raise UserError(
-            f"{folder} contains no usable features: {next(iter(problems.values()), 'the dataset is empty')}."
+            f"{folder} contains no usable features: {next(iter(problems.values()), 'the dataset is empty')}; check the "
+            "images, and run `neuclip-ds embed` again."
         )
     index = numbers.numpy()[is_usable]
     image, text = rows.pair()

@@ -21,7 +21,7 @@ from neuclip_ds.data.feature_parts import EMBEDDING
 from neuclip_ds.data.listing import files_below
 from neuclip_ds.data.uids import UID, UidArray, UidFiles, parse_uids
 from neuclip_ds.errors import UserError, counted, explained
-from neuclip_ds.files import atomic_write
+from neuclip_ds.files import atomic_write, explain_disk
 
 _BATCH_ROWS = 1 << 17  # rows that are read at once
 
@@ -64,7 +64,7 @@ def select(
     files, or folders that contain parquet files at any depth. `out` and the files in `within` are .npy files of pairs
     of 64-bit words (dtype `u8,u8`). Only uids that are in every `within` file are kept, and `refine` may drop more.
     Raises UserError if a source contains no parquet files, if a file cannot be read or lacks a column, if `column` is
-    not numeric, if a file in `within` is not sorted, or if no uid remains before `refine`.
+    not numeric, if a file in `within` is not sorted, if no uid remains before `refine`, or if `out` cannot be written.
     """
     files: list[Path] = []
     for source in sources:
@@ -112,9 +112,10 @@ def select(
             f"{column}): {choices}."
         )
     refined_uids = refine(uids)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(out) as temporary, temporary.open("wb") as file:
-        np.save(file, refined_uids.view(np.dtype("u8,u8")))  # the field names in DataComp's files
+    with explain_disk(out, "choose another --out"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(out) as temporary, temporary.open("wb") as file:
+            np.save(file, refined_uids.view(np.dtype("u8,u8")))  # the field names in DataComp's files
     return Selection(
         kept=len(refined_uids),
         samples=samples,

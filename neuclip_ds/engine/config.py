@@ -82,7 +82,7 @@ def load_engine_config(config: Config, world_size: int) -> dict[str, Any]:
         raise UserError(
             f"With {path}, the gradients of {micro_batches} micro-batches are summed in {precision(engine)}, which "
             "loses small gradients: use deepspeed=zero1_bf16, which sums in float32 (data_types.grad_accum_dtype), or "
-            "a larger data.micro_batch."
+            f"raise data.micro_batch, so that a rank has at most {_MAX_SUMMED_IN_BF16} micro-batches."
         )
     if zero_stage(engine) == 3 and config.model.compile in ("blocks", "towers"):
         raise UserError(

@@ -4,13 +4,14 @@ DeepSpeed casts and adds each parameter's gradient separately, copies all gradie
 all-reduce them, launches one norm per parameter, and fills the buffers with zeros after the step. `LeanZero1` copies
 the gradients to DeepSpeed's float32 buffers with one call per bucket, sums each gradient on the rank that stores its
 master weight, and reads only the norm of this rank's shards. Master weights, moments and their layout are DeepSpeed's.
-On several ranks, clipped updates may differ by rounding, because the norm is summed in a different order.
+On several ranks, clipped updates may differ by rounding, because the norm is summed in a different order; on more than
+two ranks, so may the sums of gradients.
 
 On one rank, the parameters of a group form one bucket. On several ranks, a group of more than 25 MiB is split into
-buckets of at least 25 MiB (except for the last one), which are summed during the last backward pass of a step.
-DeepSpeed stores a rank's shard as one contiguous part of a group, so a bucket is not scattered over all ranks: each of
-its parts is reduced to the rank whose shard contains that part. A smaller group is summed with one reduce-scatter. All
-ranks start these collectives in the same order.
+buckets of at least 25 MiB (except for the last one), which are summed during the last backward pass of a step (in the
+first step, after this pass). DeepSpeed stores a rank's shard as one contiguous part of a group, so a bucket is not
+scattered over all ranks: each of its parts is reduced to the rank whose shard contains that part. A smaller group is
+summed with one reduce-scatter. All ranks start these collectives in the same order.
 """
 
 from __future__ import annotations

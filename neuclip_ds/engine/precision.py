@@ -51,7 +51,7 @@ def set_matmul_precision(config: Config, engine: dict[str, Any], device: torch.d
     """
     if device.type == "cuda" and towers_dtype(engine) is torch.float32:
         torch.backends.cuda.matmul.allow_tf32 = config.model.matmul_precision == "tf32"
-        log.info("float32 towers: matrix products in %s (model.matmul_precision)", config.model.matmul_precision)
+        log.info("the towers compute matrix products in %s (model.matmul_precision)", config.model.matmul_precision)
 
 
 @contextmanager

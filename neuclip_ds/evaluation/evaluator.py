@@ -103,7 +103,7 @@ class Evaluator:
         self._loader = self._start_loader()
 
     def __call__(self, engine: Any, loss: ContrastiveLoss) -> dict[str, float]:
-        """Evaluate the model; return results by name, equal on all ranks, and their chance levels as `chance/NAME`.
+        """Evaluate the model; return results by name, and their known chance levels as `chance/NAME`, on all ranks.
 
         Raises UserError if no held-out pair can be read, if a sample of another set cannot be used or, with
         `run.normalizer_anchors`, if fewer than two training pairs can be read.

@@ -11,8 +11,8 @@ minus the logarithm of g_i. The estimate excludes the eps in NeuCLIP's alpha_i a
 AmorLIP's lambda_i, which is c/(B-1) if the positive has the weight c (neuclip_ds/losses/amorlip.py).
 
 A fixed sample of A anchors is encoded first, in batches of the training batch size, and the method estimates their
-normalizers. Every rank then stores all anchors, in O(A d) memory, and compares its n/K samples with them, one batch at
-a time. The sums over negatives are computed in the log domain, within and across the K ranks.
+normalizers. Each of the K ranks then stores all anchors, in O(A d) memory, and compares its n/K samples with them, one
+batch at a time. The sums over negatives are computed in the log domain, within and across ranks.
 """
 
 import math

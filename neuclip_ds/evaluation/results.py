@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 from neuclip_ds.errors import UserError, explained
 from neuclip_ds.evaluation.suite import Metrics
 from neuclip_ds.evaluation.tasks import Task, TaskList
-from neuclip_ds.files import atomic_write, json_lines
+from neuclip_ds.files import atomic_write, explain_disk, json_lines
 
 FILE = "eval_results.jsonl"
+_FIX = "choose another --out"
 
 
 class Average(NamedTuple):
@@ -31,20 +32,21 @@ class Results:
     """The scores of one model, stored in a folder.
 
     `metrics` maps task keys to the tasks' latest metrics, and `data` maps task keys to the hashes that identify their
-    sets, or to None if unknown. Raises `UserError` if the folder contains a different model's scores, or scores that
-    cannot be read.
+    sets, or to None if unknown. Raises `UserError` if the folder contains scores of another model or precision, or
+    scores that cannot be read, or if the folder cannot be written.
     """
 
     def __init__(self, folder: Path, model: Mapping[str, Any]) -> None:
         self._path = folder / FILE
         self._model_path = folder / "model.json"
-        folder.mkdir(parents=True, exist_ok=True)
+        with explain_disk(folder, _FIX):
+            folder.mkdir(parents=True, exist_ok=True)
         self.metrics: dict[str, Metrics] = {}
         self.data: dict[str, str | None] = {}
         if self._path.is_file():
             scored_model = None
             if self._model_path.is_file():
-                with explained(f"{self._model_path} cannot be read", "choose another --out"):
+                with explained(f"{self._model_path} cannot be read", _FIX):
                     scored_model = json.loads(self._model_path.read_text(encoding="utf-8"))
             if scored_model != json.loads(json.dumps(model)):
                 other = "unknown, because model.json is missing"
@@ -53,11 +55,11 @@ class Results:
                 raise UserError(
                     f"{folder} contains scores of another model or precision ({other}); choose another --out."
                 )
-            with explained(f"{self._path} cannot be read as scores", "choose another --out"):
+            with explained(f"{self._path} cannot be read as scores", _FIX):
                 lines = json_lines(self._path)  # a task whose line is truncated is measured again
                 self.metrics = {line["key"]: line["metrics"] for line in lines}
                 self.data = {line["key"]: line.get("data") for line in lines}
-        with atomic_write(self._model_path) as temporary:
+        with explain_disk(self._model_path, _FIX), atomic_write(self._model_path) as temporary:
             temporary.write_text(json.dumps(model, indent=2) + "\n", encoding="utf-8")
 
     def add(self, task: Task, metrics: Metrics, data: str | None = None) -> None:
@@ -67,7 +69,7 @@ class Results:
         line = {"key": task.key, "dataset": task.name, "metrics": metrics}
         if data:
             line["data"] = data
-        with self._path.open("a", encoding="utf-8") as file:
+        with explain_disk(self._path, _FIX), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
 
 
@@ -128,7 +130,7 @@ def _recall_table(metrics: Mapping[str, Metrics]) -> list[str]:
 
 
 def _average_table(tasks: TaskList, metrics: Mapping[str, Metrics]) -> list[str]:
-    """Return the lines of a table of the averages with at least one scored task, and the tasks that each lacks."""
+    """Return the lines of a table of the averages with at least one scored task, then the tasks that each lacks."""
     shown = {name: average for name, average in averages(tasks, metrics).items() if average.partial is not None}
     lines = []
     if shown:

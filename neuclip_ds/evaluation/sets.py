@@ -153,7 +153,7 @@ def _listed(path: Path) -> AbstractContextManager[None]:
 
 
 def open_captioned(path: Path) -> EvaluationSet:
-    """Open a retrieval set; raise UserError if a file is missing or the set is of a different kind."""
+    """Open a retrieval set; raise UserError if a file is missing or malformed, or the set is of a different kind."""
     captioned_set = open_set(path)
     kind = captioned_set.kind
     if kind != "retrieval":
@@ -312,7 +312,7 @@ def _imagenet_prompts(path: Path, wordnet_ids: Sequence[str]) -> tuple[tuple[str
 
     Raises UserError if open_clip is not installed, or a class is not one of ImageNet-1k's.
     """
-    fix = f"write the class names to {path / _CLASS_NAMES}, one for each folder in order"
+    fix = f"write the class names to {path / _CLASS_NAMES}, one for each folder, in the order of the folders"
     try:
         from open_clip.zero_shot_metadata import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
     except ImportError as error:

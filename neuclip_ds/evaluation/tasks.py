@@ -102,7 +102,7 @@ class TaskList(BaseModel):
         return self.model_copy(update={"tasks": (*self.tasks, *others)})
 
     def with_scored(self, metrics: Mapping[str, Mapping[str, Any]]) -> TaskList:
-        """Return a copy of the list with the user's sets that have an entry in `metrics`; its keys are task keys."""
+        """Return the list extended by the user's sets in `metrics`, which maps task keys to the tasks' metrics."""
         user_tasks = []
         for key, metrics_of_task in metrics.items():
             if key.startswith(_USER_SET_PREFIX):

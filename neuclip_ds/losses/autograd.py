@@ -27,8 +27,9 @@ def autograd_loss(function: FeatureLoss) -> LossBuilder:
     Args:
         function: the loss as a function of the (B, d) image features, the (B, d) text features and the (B,) sample
             indices of the global batch. Row i of both tensors is a pair. The features are on the device of the training
-            batch, and the indices are in host memory; for calls without `index`, all indices are `samples`. The
-            function returns a 0-dim tensor. Every rank calls the function with the same arguments.
+            batch, and the indices are in host memory. In calls without `index`, each index is the size of the training
+            set (`samples`, 0 by default). The function returns a 0-dim tensor. Every rank calls it with the same
+            arguments.
 
     Returns:
         A builder to pass to `ContrastiveLoss` or `register_loss`; it is called with the options and sizes of the loss

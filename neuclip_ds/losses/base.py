@@ -51,7 +51,7 @@ class LossOutput:
 
 @dataclass(frozen=True)
 class AdamSettings:
-    """Betas and epsilon of Adam, for the temperature, SigLIP's bias and, with `npn.order=joint`, the prototypes."""
+    """Betas and epsilon for updates of the temperature, of SigLIP's bias and, with `npn.order=joint`, of prototypes."""
 
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-6
@@ -70,10 +70,11 @@ class LossContext:
     dtype: torch.dtype = torch.float32
     """Dtype of similarities, losses and state."""
     temperature: float | None = 0.07
-    """Tau at step 0 if the options do not set it: the tau of the encoders' checkpoint, or None if the checkpoint has no
-    tau."""
+    """Tau at step 0 if the options do not set it: the tau of the encoders' checkpoint (None if the checkpoint has no
+    tau), or 0.07 for random weights."""
     bias: float | None = -10.0
-    """SigLIP's bias at step 0 if the options do not set it: the bias of the checkpoint, or None if it has none."""
+    """SigLIP's bias at step 0 if the options do not set it: the bias of the checkpoint (None if the checkpoint has no
+    bias), or -10 for random weights."""
     adam: AdamSettings = field(default_factory=AdamSettings)
     spare_rows: int = 0
     """Rows added to every per-sample table, for samples that are not in the training set."""

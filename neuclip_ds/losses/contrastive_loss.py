@@ -125,8 +125,9 @@ class ContrastiveLoss(nn.Module):
             samples: size n of the training set, required by methods that keep statistics per sample, by
                 `neuclip_queue` and by `temperature={"rule": "learned"}`.
             epochs: length of the run in epochs, for schedules.
-            steps_per_epoch: training calls per epoch, required if a schedule of the loss depends on the epoch or on the
-                progress of the run.
+            steps_per_epoch: training calls per epoch. Unless `epoch_steps` is set, required by `amorlip` and by moving
+                averages with `gamma="cosine"`. Always required by individual temperatures with
+                `reference="released_code"`, and if `temperature.rho` is a list.
             lr: peak learning rate of the encoders.
             betas: Adam betas for the temperature, SigLIP's bias and, with `npn.order=joint`, the prototypes. If
                 `temperature.optimizer` is `lion`, it uses both values; `sgd` uses the first one as its momentum.
@@ -148,17 +149,17 @@ class ContrastiveLoss(nn.Module):
                 features in float64, and to float32 for other features.
             spare_row: whether each table of per-sample statistics has an extra row, which calls without `index` use. If
                 there is no such row, pass `index` in every call.
-            encoder_temperature: tau at step 0 if neither the options nor the method's defaults set it. Of the package's
-                methods, only `gcl` and `tuneclip` have no default. For encoders from a pretrained checkpoint, pass the
-                checkpoint's temperature as the option `temperature={"initial": tau}`.
+            encoder_temperature: tau at step 0 if neither the options nor the method's defaults set it. Only `gcl`,
+                `tuneclip` and losses from outside the package have no default. For encoders from a pretrained
+                checkpoint, pass the checkpoint's temperature as the option `temperature={"initial": tau}`.
             encoder_bias: SigLIP's bias at step 0 if you pass `siglip={"bias": None}`; without this option, the bias is
                 -10. For encoders from a pretrained checkpoint, pass the checkpoint's bias as `siglip={"bias": bias}`.
             options: options of the method, as under `objective:` in a recipe, such as `temperature={"rho": 6.5}` or
                 `npn={"lr": 0.05}`.
 
         Raises:
-            UserError: the method or an option is unknown, a value is missing or out of range, options cannot be
-                combined with the method or with each other, or `options` are passed with an `ObjectiveConfig`.
+            UserError: the method or an option is unknown, a value is missing or invalid, options cannot be combined
+                with the method or with each other, or `options` are passed with an `ObjectiveConfig`.
         """
         super().__init__()
         self._config, self._builder = _config_and_builder(method, options)
@@ -232,10 +233,11 @@ class ContrastiveLoss(nn.Module):
 
         Raises:
             RuntimeError: the batch of the last `begin` has not been passed to the loss; see `abandon`.
-            ValueError: with `validate=True`, an argument is invalid (only the rank that passes this argument raises the
-                error); or the rank or the world size has changed since the first training call.
-            UserError: the method cannot use a reference model or a teacher, the options require one of them and the
-                call lacks its features, or the number of teachers does not match `distill.temperature`.
+            ValueError: stored features have the wrong shape, the options require a reference model or a teacher and the
+                call lacks its features, the number of teachers does not match `distill.temperature` or, with
+                `validate=True`, an argument is invalid (only the rank that makes such a call raises the error); or the
+                rank or the world size has changed since the first training call.
+            UserError: the method cannot use a reference model or a teacher.
 
         Example:
             import torch
@@ -259,12 +261,14 @@ class ContrastiveLoss(nn.Module):
                 "begin() was called twice: pass the first batch to the loss (pending=...), or call abandon()."
             )
         stored = self._stored_batch(reference, teacher)
+        problem = self._problem_with_models(stored)
         if self.validates:
-            problem = problem_with_rows(index, valid, len(index), self._samples)
+            if problem is None:
+                problem = problem_with_rows(index, valid, len(index), self._samples)
             if problem is None:
                 problem = stored.problem(len(index), valid)
-            if problem is not None:
-                raise ValueError(problem)
+        if problem is not None:
+            raise ValueError(problem)
         if valid is None:
             valid = torch.ones(len(index), dtype=torch.bool, device="cpu")
         training = self._is_training
@@ -300,7 +304,8 @@ class ContrastiveLoss(nn.Module):
         """Return the loss of the global batch, the same on all ranks.
 
         Args:
-            image_features: (b, d) normalized rows of any floating dtype; b may differ between ranks.
+            image_features: (b, d) normalized rows in float64, float32, bfloat16 or float16; b may differ between ranks,
+                except with `pending` or `validate=False`.
             text_features: (b, d) normalized rows.
             index: (b,) positions of the samples in the training set, in [0, samples), needed in training by methods
                 that keep statistics per sample and by `neuclip_queue`. If an index is repeated, the statistics of its
@@ -318,16 +323,17 @@ class ContrastiveLoss(nn.Module):
                 option `distill` contains the settings. Stored features receive no gradient.
 
         Raises:
-            ValueError: with `validate=True` and without `pending`, on all ranks, any rank's arguments are invalid, or
-                ranks differ in training mode, in the dtype of the features or in the stored features' number or width;
-                or the rank or the world size has changed since the first training call.
+            ValueError: with `validate=True` and without `pending`, on all ranks, any rank's arguments are invalid, the
+                options require a reference model or a teacher and any rank's call lacks its features, the number of
+                teachers does not match `distill.temperature`, or ranks differ in training mode, in the dtype of the
+                features or in the stored features' number or width; or the rank or the world size has changed since the
+                first training call.
             UserError: fewer than two rows of the global batch are valid, the method cannot use a reference model or a
-                teacher, the options require one of them and the call lacks its features, or the number of teachers does
-                not match `distill.temperature`.
+                teacher, or only some calls of `neuclip_queue` pass a reference.
             RuntimeError: activation checkpointing repeats the call, which would update the loss's state twice;
-                `pending` is not the batch of the last `begin`, its features are incomplete, or another optional
-                argument is passed with it; or `begin` was called in a different mode, for a different number of rows,
-                or in float32 for features in float64.
+                `pending` is not the batch of the last `begin` or is missing after a `begin`, its features are
+                incomplete, or another optional argument is passed with it; or `begin` was called in a different mode,
+                for a different number of rows, or in float32 for features in float64.
         """
         if pending is not self._pending:
             raise RuntimeError(
@@ -419,7 +425,9 @@ class ContrastiveLoss(nn.Module):
         if tau is not None:
             return float(tau)
         mean = self.metric_tensors.get("tau")
-        return float(mean) if mean is not None else self._config.temperature.initial or 0.07
+        if mean is not None:
+            return float(mean)
+        return self._config.temperature.initial or self._encoder_temperature or 0.07
 
     def log_normalizers(
         self,
@@ -436,7 +444,7 @@ class ContrastiveLoss(nn.Module):
         s_ij and s_ii. All ranks must call this method, with the same number of rows. Arguments are as in `forward`.
 
         Returns:
-            (2, b) estimates for images and texts, -inf where the method has no estimate yet.
+            (2, b) estimates for images and texts, -inf where the method has no estimate.
 
         Raises:
             UserError: the method, such as SigLIP, has no normalizers; the method cannot use a reference model; or the
@@ -463,12 +471,15 @@ class ContrastiveLoss(nn.Module):
 
         Returns:
             Two (2, v) tensors for this rank's v valid rows, with row 0 for image anchors and row 1 for text anchors:
-            log of the estimated g (-inf where there is no estimate yet), and tau.
+            log of the estimated g (-inf where there is no estimate), and tau.
         """
         function = self.whole_function
         if not isinstance(function, GlobalContrastiveLoss):
             raise UserError(f"{self._name} estimates no normalizers: use another method.")
-        self._require_announced(REFERENCE, reference is not None)
+        if reference is not None:
+            self._require_usable(REFERENCE)
+        elif self._announces(REFERENCE):
+            raise UserError(_missing(REFERENCE))
         self._undo_if_scaler_skipped()
         if valid is None:
             valid = torch.ones(len(index), dtype=torch.bool, device="cpu")
@@ -567,8 +578,8 @@ class ContrastiveLoss(nn.Module):
 
         Raises:
             UserError: the folder is incomplete or cannot be read, or was saved with a different `method`, `dim`,
-                `samples` or option. Of the options, only `chunk_size`, `comm_dtype`, `npn.replicas`, `reference_model`
-                and those under `distill` may differ.
+                `samples` or option, except `chunk_size`, `comm_dtype`, `npn.replicas`, `reference_model` and the
+                options under `distill`, which may differ.
         """
         folder = Path(folder)
         if not (folder / INDEX).is_file():
@@ -617,7 +628,7 @@ class ContrastiveLoss(nn.Module):
     def _require_valid(
         self, dim: int, samples: int, lr: float, steps_per_epoch: int | None, epochs: float, reduction: str
     ) -> None:
-        """Raise `UserError` if an argument of the constructor is out of range."""
+        """Raise `UserError` if an argument of the constructor is invalid, or if `steps_per_epoch` is missing."""
         if reduction not in ("ddp_mean", "sum"):
             raise UserError(f"reduction={reduction!r} is unknown: use 'ddp_mean' or 'sum'.")
         lowest = {"dim": 1, "samples": 0, "lr": 0, "steps_per_epoch": 1}
@@ -629,8 +640,7 @@ class ContrastiveLoss(nn.Module):
             raise UserError(f"epochs={epochs} must be above 0.")
         if self._config.needs_epochs and steps_per_epoch is None:
             raise UserError(
-                f"{self._name} has schedules that depend on the epoch or on the progress of the run: pass epochs and "
-                "steps_per_epoch."
+                f"{self._name} needs the length of the run and of its epochs: pass epochs and steps_per_epoch."
             )
 
     def _build(self, communicator: Communicator, dtype: torch.dtype) -> None:
@@ -691,9 +701,13 @@ class ContrastiveLoss(nn.Module):
             if problem is None:
                 problem = self._problem_with(image, text, index, valid, training)
             if problem is None:
+                problem = self._problem_with_models(stored)
+            if problem is None:
                 problem = stored.problem(rows, valid)
             widths = stored.widths() if problem is None else []
             rows = raise_if_ranks_disagree(rows, problem, training, dtype, self._communicator, widths)
+        elif problem := self._problem_with_models(stored):
+            raise ValueError(problem)
 
         # ranks with fewer rows than others add invalid rows
         if index is None:
@@ -716,20 +730,24 @@ class ContrastiveLoss(nn.Module):
         return pending
 
     def _stored_batch(self, reference: StoredRows | None, teacher: Teachers | None) -> StoredBatch:
-        """Return a call's stored features; raise `UserError` if the loss cannot use them or if some are missing."""
+        """Return a call's stored features; raise `UserError` if the loss cannot use them."""
         stored = StoredBatch.of(reference, teacher)
-        self._require_announced(REFERENCE, reference is not None)
-        self._require_announced(TEACHER, bool(stored.teachers))
-        if stored.teachers:
-            self._config.distill.temperatures(len(stored.teachers))
+        for name, _ in stored:
+            self._require_usable(name)
         return stored
 
-    def _require_announced(self, name: str, is_given: bool) -> None:
-        """Raise `UserError` if the loss cannot use the given stored features, or if required ones are missing."""
-        if is_given:
-            self._require_usable(name)
-        elif self._announces(name):
-            raise UserError(f"{_OPTIONS[name]} is set, but a batch lacks the stored features: pass {_FORMS[name]}.")
+    def _problem_with_models(self, stored: StoredBatch) -> str | None:
+        """Return a message if required stored features are missing, or if the number of teachers is wrong, or None."""
+        given = [name for name, _ in stored]
+        for name in (REFERENCE, TEACHER):
+            if self._announces(name) and name not in given:
+                return _missing(name)
+        if stored.teachers:
+            try:
+                self._config.distill.temperatures(len(stored.teachers))
+            except UserError as error:
+                return str(error)
+        return None
 
     def _announces(self, name: str) -> bool:
         """Return whether the options require these stored features in every batch."""
@@ -867,7 +885,10 @@ class ContrastiveLoss(nn.Module):
 def _config_and_builder(
     method: str | ObjectiveConfig | LossBuilder, options: dict[str, Any]
 ) -> tuple[ObjectiveConfig, LossBuilder]:
-    """Return the options of a loss and the function that builds it; raise `UserError` if an option is invalid."""
+    """Return the options of a loss and the function that builds it.
+
+    Raises `UserError` if the method is unknown, if an option is invalid, or if a config is passed with `options`.
+    """
     if isinstance(method, ObjectiveConfig):
         if options:
             raise UserError(f"An ObjectiveConfig already contains all options: set {', '.join(options)} in it.")
@@ -876,6 +897,11 @@ def _config_and_builder(
         config = _validated({"method": method, **options}, f"method {method}")
         return config, find_method(method).build
     return _validated(options, "the loss"), method
+
+
+def _missing(name: str) -> str:
+    """Return the message about a call that lacks the stored features that an option requires."""
+    return f"{_OPTIONS[name]} is set, but a batch lacks the stored features: pass {_FORMS[name]}."
 
 
 def _validated(options: dict[str, Any], name: str) -> ObjectiveConfig:

@@ -128,7 +128,7 @@ class PendingBatch:
         If the step does not need the features of other ranks, only this rank's rows are returned, except if a rank has
         fewer than two valid rows: it would have no negatives, so all ranks gather.
 
-        Raises `RuntimeError` if the features of some rows have not been added.
+        Raises `RuntimeError` unless the features of every row have been added exactly once.
         """
         rows = len(self._local_index)
         if self._text_rows != rows or self._image_rows != rows:

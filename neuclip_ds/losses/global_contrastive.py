@@ -265,7 +265,7 @@ class GlobalContrastiveLoss(LossFunction):
         """Return the current estimates of log g and the temperatures of a batch's anchors, without changing any state.
 
         Returns:
-            Two (2, local) tensors: log of the estimated g (-inf where there is no estimate yet), and tau.
+            Two (2, local) tensors: log of the estimated g (-inf where there is no estimate), and tau.
         """
         batch = batch.minus_reference()
         tau = self._temperature.of(batch)

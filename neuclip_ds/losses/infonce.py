@@ -3,8 +3,8 @@
     1/2 1/B sum_i [ log(1 + sum_{j != i} exp((s_ij - s_ii)/tau)) + log(1 + sum_{j != i} exp((s_ji - s_ii)/tau)) ]
 
 The softmax includes the positive, so an anchor's normalizer is 1/(B-1) + g_i, its weight is w_i = 1/(1/(B-1) + g_i),
-and its loss is log(1 + sum_{j != i} exp((s_ij - s_ii)/tau)) = log(1/(B-1) + g_i) + log(B-1). log(1/tau) follows the
-gradient of this loss, with the encoders' learning rate and schedule, as in FastCLIP Table 7.
+and its loss is log(1 + sum_{j != i} exp((s_ij - s_ii)/tau)) = log(1/(B-1) + g_i) + log(B-1). By default, log(1/tau)
+follows the gradient of this loss with the encoders' learning rate and schedule, as in FastCLIP Table 7.
 """
 
 import math

@@ -40,7 +40,8 @@ class Method:
     has_individual_temperatures: bool = False
     """Whether each sample has its own temperatures."""
     refuses_reference: bool = False
-    """Whether the loss cannot use a reference model, so that a config with one is rejected before the loss is built."""
+    """Whether a config with a reference model is rejected before the loss is built, because the loss cannot use it.
+    False for registered losses, even for those that reject a reference model when they are built."""
 
     def build(self, config: ObjectiveConfig, context: LossContext) -> LossFunction:
         """Build the loss; raise `UserError` if an option or a size is missing or cannot be used."""

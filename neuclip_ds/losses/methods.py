@@ -47,9 +47,10 @@ def method_sections() -> list[str]:
 
 
 def reads_option(method: Method, option: str) -> bool:
-    """Return whether a method reads a dotted option, such as `objective.npn.lr`.
+    """Return whether a method accepts a dotted option, such as `objective.npn.lr`.
 
-    The result is True for all options outside `objective`.
+    The result is False only for the sections and options of other methods (`method_sections`). It is True for shared
+    options, even for those that the method ignores, such as `objective.eps` for `openclip`.
     """
     parts = option.split(".")
     if parts[0] != "objective":

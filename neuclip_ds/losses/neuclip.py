@@ -112,7 +112,8 @@ def neuclip(config: ObjectiveConfig, context: LossContext) -> GlobalContrastiveL
 
     tau/n sum_i sum_{1, 2} [ exp(-alpha_i) (eps + g_i) + alpha_i - 1 ] + 2 rho tau,   w_i = exp(-alpha_i)
 
-    With `temperature.rule=learned`, eps, the scale and the rule for tau differ (global_contrastive.py).
+    With `npn.kappa`, alpha'_i replaces the bracket, and w_i differs (see the module's docstring). With
+    `temperature.rule=learned`, eps, the scale, the rule for tau and the constant differ (global_contrastive.py).
     """
     rule = GlobalTemperatureRule.of(config, context)
     estimator: NetworkEstimator

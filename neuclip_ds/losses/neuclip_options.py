@@ -20,7 +20,8 @@ class NpnConfig(Section):
     """Form of the network: prototypes (NeuCLIP eq. 10), or AmorLIP's MLP trained on the same objective (ablation)."""
     optimizer: Literal["scaled", "adagrad"] = "scaled"
     """Update of the prototypes: AdaGrad (NeuCLIP), or `scaled` (this project), whose steps change no logit by more than
-    about lr at any batch size. At low temperatures, `scaled` amplifies rounding errors far less than AdaGrad."""
+    about lr at any batch size. At low temperatures, `scaled` amplifies rounding errors far less than AdaGrad. Not used
+    with network=mlp (Adam) or order=joint (AdamW)."""
     inner_steps: int = Field(10, ge=0)
     """Number of updates T_u per training step."""
     redraw_every: int = Field(500, ge=0)
@@ -43,7 +44,7 @@ class NpnConfig(Section):
     """Part of the gradient of alpha, the predicted log normalizer, that the encoders and tau receive: all of it
     (`full`, NeuCLIP eq. 12), only the part from the similarity of the positive pair (`positive`), or none (`stop`)."""
     objective: Literal["unified", "separate"] = "unified"
-    """Objective of the network: the loss itself, or (alpha - log(eps + g))^2 (ablation)."""
+    """Objective of the network: NeuCLIP's loss (`unified`), or (alpha - log(eps + g))^2 (`separate`, ablation)."""
     replicas: int | None = Field(None, ge=1)
     """Maximum number of ranks that store and fit the same prototypes: by default 4, or 8 on 64 or more ranks. The run
     uses the largest divisor of the world size up to this number. With more replicas, alpha_grad=full sends less and

@@ -137,7 +137,7 @@ class PooledQueueEstimator(NormalizerEstimator):
         For an anchor without entries from other samples, the results are -inf and 0.
 
         Raises:
-            UserError: the queue was filled with or without a reference model, unlike this batch.
+            UserError: the batch's features, including those of a reference model, differ in width from the entries.
         """
         log_ghat = anchors.new_full(anchors.shape[:2], -math.inf)
         entry_means = torch.zeros_like(anchors)

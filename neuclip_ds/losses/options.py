@@ -29,8 +29,8 @@ PREFIX = "prefix"
 
 class TemperatureConfig(Section):
     initial: float | None = Field(None, gt=0)
-    """Temperature tau at step 0. By default, the tau of `model.pretrained` or, without it, the method's default.
-    Required if the pretrained checkpoint has no tau."""
+    """Temperature tau at step 0. By default, the tau of `model.pretrained`. Without a pretrained model, the method's
+    default, or 0.07 if the method has none. Required if the pretrained checkpoint has no tau."""
     minimum: float = Field(0.01, gt=0)
     """Lower bound of tau; 0.01 is CLIP's clamp of 1/tau at 100."""
     maximum: float = Field(1.0, gt=0)
@@ -95,7 +95,10 @@ class DistillConfig(Section):
         return self.features if isinstance(self.features, list) else [self.features]
 
     def temperatures(self, teachers: int) -> list[float]:
-        """Return the temperature of each teacher; raise `UserError` if their number differs from `teachers`."""
+        """Return the temperature of each teacher; a single value applies to all of them.
+
+        Raises `UserError` if there are several values and their number differs from `teachers`.
+        """
         temperatures = self.temperature if isinstance(self.temperature, list) else [self.temperature]
         if len(temperatures) == 1:  # the command line makes a list of a single number
             return temperatures * teachers
@@ -109,7 +112,7 @@ class DistillConfig(Section):
 
 class ObjectiveConfig(Section):
     method: str = DEFAULT
-    """Method to train with: a name in the table of docs/reference/losses.md."""
+    """Method to train with: a name in the table of docs/reference/losses.md, or of a loss that a plugin registers."""
     eps: float = Field(1e-14, gt=0)
     """Constant added to the estimated normalizers (FastCLIP App. D: 1e-6 for more than about 100M samples). openclip,
     siglip, amorlip and temperature.rule=learned do not use it."""
@@ -121,9 +124,10 @@ class ObjectiveConfig(Section):
     reference: Literal["paper", "released_code"] = "paper"
     """Version to follow where a paper and its released code differ. FastCLIP's code omits the leading tau of losses
     with constant or individual tau. In the gradient of a learned global tau, it counts the data term w dg/dtau twice
-    relative to the features' gradient. For individual temperatures, it clamps gradients and bases Adam's bias
-    correction on epochs. AmorLIP's code starts each epoch's nets near log lambda = 0 instead of the first batch's mean
-    log Z, divides divergences by B^2 instead of B, and divides the squared error by B instead of 2 B."""
+    relative to the features' gradient; with rule=robust, this also applies to neuclip and neuclip_queue. For individual
+    temperatures, FastCLIP's code clamps gradients, bases Adam's bias correction on epochs, and sets both betas to 0 in
+    epoch 0. AmorLIP's code starts each epoch's nets near log lambda = 0 instead of the first batch's mean log Z,
+    divides divergences by B^2 instead of B, and divides the squared error by B instead of 2 B."""
     epoch_steps: int | None = Field(None, ge=1)
     """Training steps that count as one epoch for gamma's schedule and amorlip's nets, for runs that see each sample
     about once. By default, an epoch is one pass over the data."""
@@ -198,9 +202,10 @@ class ObjectiveConfig(Section):
 
     @property
     def needs_epochs(self) -> bool:
-        """Whether the loss with these options depends on the number of steps in an epoch or in the run."""
+        """Whether `ContrastiveLoss` requires the number of steps in an epoch for a loss with these options."""
         method = find_method(self.method)
-        if "epoch_steps" in method.sections and self.epoch_steps is None:
+        has_constant_gamma = "moving_average" in method.sections and self.moving_average.gamma == "constant"
+        if "epoch_steps" in method.sections and self.epoch_steps is None and not has_constant_gamma:
             return True
         if method.has_individual_temperatures and self.reference == "released_code":
             return True

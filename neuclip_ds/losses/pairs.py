@@ -219,7 +219,7 @@ class PairGrid:
         """Plan the blocks.
 
         Args:
-            batch: features of all ranks.
+            batch: the gathered features.
             columns: largest number of columns of a block; by default, chosen for the device and the number of rows.
             budget: largest size in bytes of the similarities of all blocks for which they are cached.
         """

@@ -88,7 +88,7 @@ class NetworkEstimator(NormalizerEstimator):
     def _fit_and_estimate(
         self, fit: Callable[[], None], estimate: Callable[[], NormalizerOutput], training: bool
     ) -> NormalizerOutput:
-        """Fit the network to the batch and then estimate; with `order=joint`, estimate first and then fit."""
+        """Estimate normalizers; if `training`, fit the network before or, with `order=joint`, after the estimate."""
         fits_first = self._config.order == "alternating"
         if training and fits_first:
             fit()

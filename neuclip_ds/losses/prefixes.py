@@ -33,9 +33,9 @@ _SMALLEST_NORM = 1e-12  # as in torch's `normalize`
 
 
 def build_function(build: LossBuilder, config: ObjectiveConfig, context: LossContext) -> LossFunction:
-    """Build a loss with `build`, and the loss of each prefix in `objective.prefixes`.
+    """Build a loss with `build` and, if `objective.prefixes` is set, add the weighted loss of each prefix.
 
-    Raises `UserError` if a prefix is not shorter than the features.
+    Raises `UserError` if a prefix is not shorter than the features, and the errors of `build`.
     """
     function = build(config, context)
     if not config.prefixes:

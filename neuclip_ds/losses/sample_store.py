@@ -20,7 +20,7 @@ MAX_DEVICE_BYTES = 2 << 30  # larger tables are kept in pinned host memory
 
 
 class SampleStore:
-    """Table of f floating-point fields for n samples; each of the K ranks stores 4 f ceil(n / K) bytes in float32.
+    """Table of f floating-point fields for n samples; each of the K ranks stores about 4 f n / K bytes in float32.
 
     Args:
         n: number of rows: one for each sample of the dataset, and any spare rows; a global index is in [0, n).

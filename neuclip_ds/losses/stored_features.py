@@ -57,7 +57,7 @@ def minus_reference(features: StoredRows, reference: StoredRows) -> StoredRows:
 
 @dataclass(frozen=True, kw_only=True)
 class GatheredStored:
-    """Features of the B valid rows of all ranks: stored features, or prefixes of the towers' features (prefixes.py)."""
+    """Features of the B rows of a `GatheredFeatures`: stored features, or prefixes of the features (prefixes.py)."""
 
     image: Tensor
     """(B, D) image features"""

@@ -2,11 +2,11 @@
 
 The feature of such a tower is the class token after the last block. In that block, the other tokens provide keys and
 values, but their queries, attention outputs and MLP do not reach the feature. Omitting them changes nothing in exact
-arithmetic, except that dropout inside the last block draws different masks. A ViT-B/16 needs 7% fewer operations.
+arithmetic, except that dropout inside the last block draws different masks. A ViT-B/16 needs 7% fewer FLOPs.
 
-The supported models are timm's `VisionTransformer` (also inside open_clip's models), transformers' CLIP and MetaCLIP 2,
-and open_clip's `VisionTransformer`. Models that pool all tokens (SigLIP, average pooling) and other architectures are
-not supported.
+The supported models are timm's `VisionTransformer` (also inside open_clip's models) and open_clip's
+`VisionTransformer`, both with their standard blocks, and transformers' CLIP and MetaCLIP 2. Models that pool all tokens
+(SigLIP, average pooling) and other architectures are not supported.
 
 Only the tower's forward method omits the other tokens. Code that calls the trunk itself, for example timm's
 `forward_features`, gets all tokens.

@@ -297,7 +297,7 @@ def write_library_model(model: LibraryModel | TrainedTowers, library: str, folde
         folder: an empty folder.
 
     Raises:
-        UserError: the format does not support the model, or it is open_clip's and open_clip is not installed.
+        UserError: the format does not support the model, or `library` is open_clip, which is not installed.
     """
     if isinstance(model, TrainedTowers):
         _write_towers(model, library, folder)

@@ -170,12 +170,13 @@ def to_open_clip(
 
     Args:
         towers: the model.
-        clip_text: entries of `text_cfg` for CLIP's text transformer, and the model's setting `quick_gelu` under this
-            key; unused for other encoders.
+        clip_text: entries of `text_cfg` for CLIP's text transformer, plus the key `quick_gelu`, which applies to the
+            whole model; unused for other encoders.
         clip_weights: the tensors of CLIP's text transformer under open_clip's names; unused for other encoders.
 
     Raises:
-        UserError: open_clip does not support the image tower, a head, the text encoder or its pooling.
+        UserError: open_clip cannot express the image tower, a projection, the text encoder, its pooling or its
+            tokenizer's padding.
     """
     vision_config, weights = _open_clip_image(towers)
     if isinstance(towers.model.text, PretrainedTextTower):
@@ -456,8 +457,8 @@ def _end_with_eos(tokenizer: Any) -> None:
         return
     if not tokenizer.is_fast:
         raise UserError(
-            f"{type(tokenizer).__name__} cannot be made to end captions with EOS, at which the model pools: train with "
-            "another model.text.pooling."
+            f"This model cannot be exported, because its tokenizer ({type(tokenizer).__name__}) cannot be made to end "
+            "captions with EOS, at which the model pools: train with another model.text.pooling."
         )
     caption = tokenizer("a", add_special_tokens=False)["input_ids"]
     start = ids[: len(ids) - len(caption)]

@@ -17,6 +17,8 @@ from neuclip_ds.errors import UserError, counted, explained
 from neuclip_ds.models.towers import VisionTower, new_projection
 
 _OPTION_OF_SIZE = "(model.vision.image_size, or --image-size of `neuclip-ds embed`)"
+# arguments of timm's models that model.vision.options may not contain
+SET_ELSEWHERE = {"img_size", "num_classes", "pretrained", "checkpoint_path"}
 _FIX_OF_WEIGHTS = "pass weights of this model (in model.vision.pretrained, or in MODEL of `neuclip-ds embed`)"
 
 
@@ -54,8 +56,8 @@ def pretrained_trunk(config: VisionConfig, weights: Mapping[str, Tensor]) -> nn.
     """Build a timm model without a classifier, and load weights that may have been trained at another resolution.
 
     Raises:
-        UserError: timm lacks the model or rejects its options, the image size or the weights do not fit the model, or
-            the model returns no pooled feature or has 0-dimensional parameters, which DeepSpeed does not support.
+        UserError: the model's name or options are invalid, the image size or the weights do not fit the model, or the
+            model returns no pooled feature or has 0-dimensional parameters, which DeepSpeed does not support.
     """
     _checked_width(config)
     trunk: nn.Module = _create_with_weights(config, weights)
@@ -132,8 +134,9 @@ def _checked_width(config: VisionConfig) -> int:
         )
     if not isinstance(feature, Tensor) or feature.ndim != 2:
         raise UserError(
-            f"{config.name!r} with model.vision.options={config.options} returns no pooled feature (batch, width); "
-            "omit the options that change the pooling or the output."
+            f"{config.name!r} with options={config.options} returns no pooled feature (batch, width); omit the options "
+            "that change the pooling or the output (model.vision.options), or choose another model (model.vision.name, "
+            "or MODEL of `neuclip-ds embed`)."
         )
     return feature.shape[1]
 
@@ -145,13 +148,15 @@ def _check_names(config: VisionConfig) -> None:
         hint = "timm.list_models() lists all models."
         if nearest:
             hint = f"did you mean {', '.join(nearest)}?"
-        raise UserError(f"timm has no model {config.name!r} (model.vision.name); {hint}")
+        raise UserError(
+            f"timm has no model {config.name!r} (model.vision.name, or MODEL of `neuclip-ds embed`); {hint}"
+        )
     if tag:
         raise UserError(
             f"model.vision.name={config.name!r} also names pretrained weights ({tag!r}); set "
             f"model.vision.name={architecture} and model.vision.pretrained={tag}."
         )
-    reserved = {"img_size", "num_classes", "pretrained", "checkpoint_path"} & set(config.options)
+    reserved = SET_ELSEWHERE & set(config.options)
     if reserved:
         raise UserError(
             f"model.vision.options must not set {', '.join(sorted(reserved))}: set the size with "

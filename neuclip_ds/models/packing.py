@@ -1,6 +1,6 @@
 """Packed captions: text towers run on the tokens of a batch without padding.
 
-A causal text tower that pools at one token does not need the tokens after it. Captions are therefore cut after that
+A causal text tower that pools at one token does not need the later tokens. Captions are therefore cut after the pooled
 token and concatenated: all linear layers and norms run on the N remaining tokens, attention runs within each caption,
 and the last layer computes queries and everything after them only for the tokens that are pooled. Features and
 gradients equal those for padded captions, up to rounding. Bidirectional towers (SigLIP, BERT) keep padded captions,

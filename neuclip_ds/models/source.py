@@ -186,8 +186,7 @@ def _image_weights(path: str, preprocessing: Mapping[str, Any]) -> ImageWeights:
 def model_source(config: ModelConfig, ref: ModelRef) -> ModelSource:
     """Open the source that `locate_model` found, on any rank.
 
-    Raises UserError if a checkpoint's folder is missing on this node, or the config of a checkpoint or tower is
-    unusable.
+    Raises UserError as in `open_checkpoint`, or as in `TextEncoderSource` for a model that is built from the config.
     """
     if isinstance(ref, CheckpointRef):
         from neuclip_ds.models.pretrained.locate import open_checkpoint

@@ -1,4 +1,4 @@
-"""Tokenize captions with any transformers tokenizer.
+"""Tokenize captions with a transformers tokenizer.
 
 Special tokens that are spelled out in a caption are treated as plain text.
 """
@@ -135,9 +135,9 @@ class CaptionTokenizer:
     def closed(cls, tokenizer: PreTrainedTokenizerBase, context_length: int) -> CaptionTokenizer:
         """Wrap a tokenizer so that it returns BOS (if it has one), the caption, EOS and padding.
 
-        A fast tokenizer that adds other special tokens is changed in place. Raises `UserError` if a slow one adds other
-        special tokens, if the tokenizer has neither an EOS nor a SEP token, or if its config has `clean_captions` and
-        ftfy is not installed.
+        A fast tokenizer that adds other special tokens, or none, is changed in place. Raises `UserError` if a slow one
+        does so, if the tokenizer has neither an EOS nor a SEP token, or if its config has `clean_captions` and ftfy is
+        not installed.
         """
         closed = cls(tokenizer, context_length)
         if closed.eos_id is None:
@@ -222,9 +222,9 @@ def load_tokenizer(name_or_folder: Path | str, vocab_size: int | None = None) ->
     name = str(name_or_folder)
     with explained(
         f"transformers cannot load the tokenizer {name} from a folder or the hub",
-        "pass a folder with the model's tokenizer files (tokenizer.json and tokenizer_config.json, or vocab.json and "
-        f"merges.txt, or spiece.model, which needs {install_command('siglip')}); if model.text.tokenizer names the "
-        "tokenizer, you can also omit this option, to train a BPE on the captions",
+        "pass a folder with the model's tokenizer files (such as tokenizer.json and tokenizer_config.json, or "
+        f"vocab.json and merges.txt, or spiece.model, which needs {install_command('siglip')}); if "
+        "model.text.tokenizer names the tokenizer, you can also omit this option, to train a BPE on the captions",
     ):
         if folder.is_dir() and not any((folder / file).is_file() for file in _FILES):  # else an empty one is created
             raise FileNotFoundError("the folder has no tokenizer files")

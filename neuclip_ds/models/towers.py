@@ -149,7 +149,7 @@ class TextTower(Encoder):
         return self.packed
 
     def feature(self, x: Tensor | PackedCaptions) -> Tensor:
-        """Return the trunk's (b, width) features of packed captions or of (b, T) token ids, which may be packed."""
+        """Return the (b, width) features of packed captions or of (b, T) token ids, which the tower may pack first."""
         if self.pack is not None and isinstance(x, Tensor) and self.packs_on(x.device):
             x = self.pack(x)
         if self.eos_id is None or isinstance(x, PackedCaptions):

@@ -156,7 +156,7 @@ def parameter_layers(tower: nn.Module, name: str) -> list[list[str]]:
     if not blocks:
         raise UserError(
             f"The {name} tower has no list of blocks, so its blocks cannot be counted: set model.{name}.trainable to "
-            f"all or frozen, and optimizer.layer_decay to 1."
+            f"all, projection or frozen, and optimizer.layer_decay to 1."
         )
     layers: list[list[str]] = [[] for _ in range(len(blocks) + 2)]
     current = 0  # layer of the last parameter in a block; parameters between two blocks belong to the first of them
@@ -242,8 +242,9 @@ def merge_adapters(module: nn.Module) -> None:
 def _frozen_linear_layers(tower: nn.Module) -> Iterator[str]:
     """Yield the names of the frozen linear layers in a tower's blocks that an adapter can replace.
 
-    An adapter cannot replace a layer whose weights are read directly by its parent module. Such parents are torch's
-    attention (in open_clip's transformers) and the attention with separate biases in timm's BEiT and EVA.
+    An adapter cannot replace a layer whose weights are read directly by its parent module. Such parents are
+    `nn.MultiheadAttention` (in open_clip's transformers) and the attention with separate q and v biases in timm's BEiT
+    and EVA.
     """
     blocks = tuple(f"{block}." for block in block_names(tower))
     for name, layer in tower.named_modules():

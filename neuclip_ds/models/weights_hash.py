@@ -9,7 +9,7 @@ _ADAPTER = ".lora_"  # in the names of peft's tensors
 
 
 def weights_hash(module: nn.Module) -> str:
-    """Return a hash (32 hex digits) of a module's parameters and floating-point buffers, regardless of their names.
+    """Return a hash (32 hex digits) of the floating-point tensors in a module's state dict, regardless of their names.
 
     Names and their order differ between libraries that load the same weights. The hash of a timm model includes its
     architecture, because some architectures differ only in their padding, such as efficientnet_lite0 and

@@ -51,7 +51,7 @@ def print_dry_run(
     gpu_memory: float | None = None,
     measured: Path | None = None,
 ) -> None:
-    """Print the report of a dry run on rank 0.
+    """Let rank 0 print the report of a dry run.
 
     The report covers the nodes of `hostfile` or, without one, the current ranks. If `gpu_memory` is given, the report
     states whether each rank fits into a GPU with this many GB of memory. If `measured`, the folder of a short run of
@@ -190,11 +190,12 @@ def _data_lines(config: Config, manifest: Manifest, order: BatchOrder) -> list[s
 def _memory_lines(
     query: MemoryQuery, gpu_memory: float | None, nodes: dict[str, int], bytes_of_features: int
 ) -> Iterator[str]:
-    """Yield memory estimates and, given `gpu_memory`, the lowest ZeRO stage that fits.
+    """Yield memory estimates and, given `gpu_memory`, whether the run fits, and the lowest ZeRO stage that fits.
 
-    Without `gpu_memory` and `nodes`, yield warnings if this machine has too little memory.
+    With neither `gpu_memory` nor `nodes`, also yield warnings if this machine has too little memory.
 
-    `nodes` maps hosts to ranks, and `bytes_of_features` is the size of a pair's stored features.
+    `nodes` maps hosts to numbers of ranks; `bytes_of_features` is the size of the stored features that the loss uses
+    for a pair.
     """
     towers = count_towers(query)
     estimate = account(query, towers)

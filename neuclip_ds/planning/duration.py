@@ -34,20 +34,20 @@ class MeasuredSpeed:
 def read_speed(run: Path, config: Config) -> MeasuredSpeed:
     """Read the speed of a short run, from the second half of its logged throughput.
 
-    Raises UserError if the run is shorter than 20 steps, if its model, DeepSpeed config or method differs from the
-    config's, or if one of its files is missing or damaged.
+    Raises UserError if the run logged no throughput at step 20 or later, if its model, DeepSpeed config or method
+    differs from the config's, or if one of its files is missing or damaged.
     """
     series = read_series(run)
     measured = load_saved(run / "config.yaml")
     for name, of_run, planned in (
         ("model options", measured.model, config.model),
-        ("values of deepspeed", measured.deepspeed, config.deepspeed),
-        ("values of objective.method", measured.objective.method, config.objective.method),
+        ("DeepSpeed configs (deepspeed)", measured.deepspeed, config.deepspeed),
+        ("methods (objective.method)", measured.objective.method, config.objective.method),
     ):
         if of_run != planned:
             raise UserError(
-                f"The run in --measured={run} and this run have different {name}: measure a short run that has the "
-                f"same {name} as this run."
+                f"The run in --measured={run} and this run have different {name}: measure a short run with the options "
+                "of this run."
             )
     steps, speeds = series.get("samples_per_second", ([], []))
     if not steps or steps[-1] < FEWEST_STEPS:

@@ -18,8 +18,9 @@ from neuclip_ds.planning.memory import MemoryAccount, MemoryQuery
 # that it shares with its parent process are not counted.
 _PROCESS_BYTES = 300_000_000
 FIX_AT_ANY_STAGE = "use a smaller data.micro_batch, model.activation_checkpointing=true, or more ranks"
-_FIX = "use a smaller data.micro_batch, model.activation_checkpointing=true, a higher ZeRO stage, or more ranks"
-_FIX_OF_HOST = "lower data.workers, data.prefetch or data.batch_size, or use more nodes"
+_FIX_OF_GPU = "use a smaller data.micro_batch, model.activation_checkpointing=true, a higher ZeRO stage, or more GPUs"
+_FIX_OF_CPU = "use a smaller data.micro_batch, model.activation_checkpointing=true, fewer data.workers, or more nodes"
+_FIX_OF_HOST = "lower data.workers, data.prefetch or data.batch_size, omit optimizer offload, or use more nodes"
 
 
 class LoaderMemory(NamedTuple):
@@ -87,10 +88,12 @@ def shortages(estimate: MemoryAccount, loaders: LoaderMemory, device: str) -> li
     machine = f"this machine with {loaders.ranks} ranks" if loaders.ranks > 1 else "this machine"
     rank_bytes = estimate.on_host if on_gpu else estimate.peak
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    warnings = _shortage(loaders.ranks * rank_bytes + loaders.total, ram, machine, _FIX_OF_HOST if on_gpu else _FIX)
+    warnings = _shortage(
+        loaders.ranks * rank_bytes + loaders.total, ram, machine, _FIX_OF_HOST if on_gpu else _FIX_OF_CPU
+    )
     if on_gpu:
         gpu = torch.cuda.get_device_properties(0).total_memory
-        warnings += _shortage(estimate.peak, gpu, "the GPU of each rank", _FIX)
+        warnings += _shortage(estimate.peak, gpu, "the GPU of each rank", _FIX_OF_GPU)
     if SHARED_MEMORY.is_dir():  # some systems have it elsewhere
         fix = f"start the container with {loaders.advice}, or lower data.workers or data.prefetch"
         warnings += _shortage(loaders.shared, disk_usage(SHARED_MEMORY).free, str(SHARED_MEMORY), fix, free=True)

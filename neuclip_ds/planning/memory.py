@@ -1,9 +1,9 @@
 """Estimate the memory of a run on one rank, by component, before anything is allocated.
 
 The peak is the maximum over three phases of a step: the towers' forward and backward passes, the objective on the whole
-batch, and the optimizer step. All gradients are counted in each phase, unless the backward pass creates them one by
-one and the optimizer step frees them. The estimate excludes memory outside torch's allocator (CUDA's context, NCCL,
-libraries); host_memory.py estimates the loaders' host memory.
+batch, and the optimizer step. All gradients are counted in each phase, except those that a backward pass creates one by
+one and that are freed before the next pass, which are counted while they exist. The estimate excludes memory outside
+torch's allocator (CUDA's context, NCCL, libraries); host_memory.py estimates the loaders' host memory.
 """
 
 from collections.abc import Mapping
@@ -70,7 +70,7 @@ class MemoryAccount(NamedTuple):
         return self.peak <= _USABLE * gigabytes * 1e9
 
     def lines(self) -> list[str]:
-        """Return the lines of a table of the components, in MB."""
+        """Return the lines of a table of the components and the peak, in MB."""
         peak_moment = max(self.moments, key=self.moments.__getitem__)
         rows = [(name, size, self.host.get(name, 0)) for name, size in self.device.items()]
         rows.append((f"peak, {peak_moment}", self.peak, self.on_host))
@@ -162,7 +162,7 @@ class Towers(NamedTuple):
 
 
 def count_towers(query: MemoryQuery) -> Towers:
-    """Count the towers' parameters and activations without allocating them."""
+    """Count the towers' parameters and activations without allocating them; raise `UserError` as `account` does."""
     config = query.config.model
     if config.vision.class_token_only == "auto" and query.device != "cpu":
         # `auto` is off on GPUs, but would be on here, because activations are counted on a simulated CPU
@@ -270,7 +270,7 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
     """Return the memory estimate of a run.
 
     Raises:
-        UserError: the config or the DeepSpeed JSON is invalid.
+        UserError: the config or the DeepSpeed JSON is invalid, or the model cannot be found.
     """
     config = query.config
     engine_config = load_engine_config(config, query.world_size)
@@ -349,7 +349,7 @@ def smallest_that_fits(query: MemoryQuery, towers: Towers, gigabytes: float) -> 
 
 
 def _inputs(query: MemoryQuery) -> int:
-    """Return the bytes of the input pairs: two micro-batches on a GPU (one is prefetched), or one batch on a CPU."""
+    """Return the bytes of the input pairs: on a GPU, two micro-batches (one prefetched); on a CPU, the rank's batch."""
     rows = 2 * query.micro_batch if query.device == "cuda" else query.rank_batch
     return rows * query.pair_bytes
 
@@ -357,8 +357,8 @@ def _inputs(query: MemoryQuery) -> int:
 def _stored_features(query: MemoryQuery, itemsize: int) -> int:
     """Return the bytes of stored features of the whole batch, in float32 and in the dtype that was sent.
 
-    With a reference model, the loss also keeps a float32 copy of both models' features side by side, and a queue also
-    stores the reference's features, with a copy to undo a skipped step.
+    With a reference model, the loss also concatenates the trained model's and the reference's features in float32, and
+    a queue also stores the reference's features, with a copy to undo a skipped step.
     """
     batch = query.config.data.batch_size
     size = 2 * (4 + itemsize) * batch * sum(query.stored_widths.values())

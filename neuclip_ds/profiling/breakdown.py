@@ -10,7 +10,7 @@ communication. The last rank does not wait, so a collective's shortest duration 
 
     steps, world_size     number of profiled steps, number of ranks
     seconds               for each of COLUMNS: mean and standard deviation over the steps of the mean over the ranks
-    phases                the same statistics for forward, objective, normalizer, backward and optimizer
+    phases                the same statistics for forward, objective, normalizer (in some methods), backward, optimizer
     purposes              for each purpose, per step and rank: calls, bytes_sent (equal to the bytes received), seconds
                           (summed over simultaneous collectives), hidden_seconds (the part of `seconds` during which the
                           rank computes) and transfer_seconds (without waiting)

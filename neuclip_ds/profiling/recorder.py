@@ -32,8 +32,8 @@ class Recorder:
     """Profiler of `steps` training steps on all ranks, after the first `after` steps; does nothing if `steps` is 0.
 
     Rank 0 writes breakdown.json (with `labels` such as the method and ZeRO stage), report.md and its trace.json.gz to
-    the folder. The profiler starts one step early, because starting it slows down that step. On a GPU, each profiled
-    step begins and ends with a synchronization, so that the step contains only its own kernels.
+    the folder. If `after` is at least 1, the profiler starts one step early, because starting it slows down that step.
+    On a GPU, each profiled step begins and ends with a synchronization, so that the step contains only its own kernels.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Recorder:
             (self._folder / BREAKDOWN).write_text(json.dumps(content, indent=1), encoding="utf-8")
             (self._folder / REPORT).write_text(report([content]), encoding="utf-8")
             log.info(
-                "profile of %d steps: %.1f ms per step, of which %.1f ms are communication without overlap; see %s",
+                "profiled %d steps: %.1f ms per step, of which %.1f ms are communication without overlap; see %s",
                 content["steps"],
                 1e3 * content["seconds"]["total"]["mean"],
                 1e3 * content["seconds"]["pure_communication"]["mean"],

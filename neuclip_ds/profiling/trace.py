@@ -1,8 +1,8 @@
 """Training steps in a Chrome trace from `torch.profiler`: computation, and every collective with its purpose.
 
 Computation is the time spent in operators on a CPU (ATen's, for example), and on a GPU in all kernels except NCCL's, in
-memsets, and in copies within the GPU. The purpose of a collective is that of the `Communicator` call that launched
-it. DeepSpeed launches all other collectives: their purposes are inferred from the operation and the phase of the step.
+memsets, and in copies within the GPU. The purpose of a collective that a `Communicator` launched is that of the call.
+The purpose of any other collective, such as DeepSpeed's, is inferred from the operation and the phase of the step.
 """
 
 import gzip

@@ -1,4 +1,4 @@
-"""Configure logging: rank 0 logs to the console and to log.txt; the other ranks log only warnings."""
+"""Configure logging: rank 0 logs to the console and to log.txt; the other ranks log only warnings and errors."""
 
 import logging
 import sys

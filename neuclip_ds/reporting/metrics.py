@@ -121,7 +121,7 @@ def read_series(run: Path) -> dict[str, Series]:
 
 
 def scores_among(names: Iterable[str]) -> list[str]:
-    """Return the names of the metrics that are scores (accuracies or recalls): averages first, tasks last."""
+    """Return the names of the metrics that are scores, such as accuracies and recalls: averages first, tasks last."""
     distinct_names = list(dict.fromkeys(names))
     scores: list[str] = []
     for prefix in _SCORE_PREFIXES:

@@ -106,8 +106,8 @@ def write_report(run: Path) -> Path:
 def write_comparison(runs: Sequence[Path], path: Path) -> None:
     """Write a page that compares runs: scores, options that differ, and a plot of each metric with a curve per run.
 
-    Raises `UserError` if a run is named twice, has no metrics.jsonl, or has a missing or damaged config.yaml, and
-    `OSError` if the page cannot be written.
+    Raises `UserError` if the same folder is listed twice, or if a run has no metrics.jsonl or a missing or damaged
+    config.yaml, and `OSError` if the page cannot be written.
     """
     names = run_names(runs)
     series_of_runs = {name: read_series(run) for name, run in zip(names, runs, strict=True)}

@@ -152,8 +152,8 @@ class ShardFiles:
         if next_row < stop:
             raise UserError(
                 f"{self.folder} lacks the rows [{next_row}, {stop}) of {name} ({kind}): the folder was written with "
-                "other data or settings, or files are missing; restore the folder, or give the run another name "
-                "(run.name)."
+                "other data or settings, or is damaged. Use the data and settings of the run that wrote the folder, "
+                "restore the folder, or start a new run under another name (run.name)."
             )
         if not pieces:
             return torch.empty(0, device="cpu")

@@ -29,9 +29,9 @@ _NOT_ARCHITECTURE: Any = {
 def check_config(config: Config, world_size: int) -> None:
     """Raise `UserError` for mistakes in a config that can be found without the data, the model or other ranks.
 
-    These are invalid batch sizes, invalid DeepSpeed configs, and options of stored features, prefixes or the recovery
-    that conflict with others or have no effect. A version of DeepSpeed other than the tested one also raises
-    `UserError`.
+    These are invalid batch sizes, DeepSpeed configs that are invalid or conflict with other options, and options of
+    stored features, prefixes or the recovery that conflict with others or have no effect. A version of DeepSpeed other
+    than the tested one also raises `UserError`.
     """
     config.micro_batch(world_size)
     check_engine_config(load_engine_config(config, world_size), config.deepspeed)

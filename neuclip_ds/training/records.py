@@ -48,10 +48,10 @@ def is_log_step(loop: Loop) -> bool:
 class WriteRecords(Hook):
     """Writes metrics, events and bad samples, and ends the run if too many samples are bad or a stop signal arrives.
 
-    Metrics are written every `run.log_every` steps, with the throughput, the fraction of time spent waiting for batches
-    and, on several ranks, the fraction spent in collectives. At these steps, one exchange informs all ranks of the
-    other ranks' bad samples and stop signals; if any rank has received a signal, or a hook has requested a stop on any
-    rank, all ranks stop after the same step, with a checkpoint.
+    Metrics are written every `run.log_every` steps and after the last step, with the throughput, the fraction of time
+    spent waiting for batches and, on several ranks, the fraction spent in collectives other than DeepSpeed's. At these
+    steps, one exchange informs all ranks of the other ranks' bad samples and stop signals; if any rank has received a
+    signal, or a hook has requested a stop on any rank, all ranks stop after the same step, with a checkpoint.
     """
 
     def __init__(self) -> None:

@@ -138,7 +138,10 @@ def _wait_for_other_hosts(path: Path) -> None:
 
 
 def _read(path: Path) -> tuple[bytes, int]:
-    """Return the lock file's content and modification time; opening the file makes NFS fetch both from the server."""
+    """Return the lock file's content and modification time in nanoseconds; (b"", 0) if the file cannot be read.
+
+    Opening the file makes NFS fetch both from the server.
+    """
     try:
         with path.open("rb") as file:
             return file.read(), os.fstat(file.fileno()).st_mtime_ns

@@ -96,11 +96,12 @@ def check_trunk_outputs(
         check_separate_projection(tower, f"data.{name}", "omit the option")
         _check_contents(name, table, tower)
         embedding = table.embedding
-        # by option: the table's value, the run's value, and the option of `embed`
+        # by option: the table's value, the run's value, and the option of `embed` that sets it
         settings: dict[str, tuple[Any, Any, str]] = {}
         if name == IMAGE:
             options = "model.vision.image_size, mean and std"
-            settings[options] = embedding.get("preprocessing"), preprocessing.to_json(), "--image-size"
+            values = embedding.get("preprocessing"), preprocessing.to_json()
+            settings[options] = *values, "--image-size; MODEL determines the other values"
         else:
             lengths = embedding.get("context_length"), tokenizer.context_length
             settings["model.text.context_length"] = *lengths, "--context-length"

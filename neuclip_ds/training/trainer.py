@@ -114,7 +114,8 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
             disk; raised before the first step where possible.
         TrainingDiverged: losses or gradients stay non-finite, and there is no checkpoint to return to, or returning to
             one did not help; or replicated state differs between ranks.
-        Interrupted: a signal stopped the run; if the run was training, it has saved a checkpoint.
+        Interrupted: a signal stopped the run; if the run was training, it has saved a checkpoint, unless a rank was
+            waiting for failing remote storage.
     """
     check_config(config, environment.world_size)  # a mistake in the config is reported before ranks connect
     folder = config.run.output_dir / str(config.run.name)
@@ -345,8 +346,8 @@ def start_encoders(
 
     If the run resumes from the checkpoint `resumed`, the description keeps the checkpoint's hash of the weights that
     the run started from. Returns the engine, the encoders' temperature and bias, and the number of parameters. Raises
-    `UserError` if the model cannot be loaded, if `staged` cannot be written, or if the stored outputs of frozen trunks
-    come from another model.
+    `UserError` if the model cannot be loaded or does not support an option, if `staged` cannot be written, or if stored
+    outputs of frozen trunks do not fit the model.
     """
     torch.manual_seed(config.run.seed)  # the same weights on every rank
     model, logits = source.load(data.tokenizer)

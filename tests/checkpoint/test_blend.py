@@ -165,9 +165,9 @@ def test_a_start_that_is_random_missing_or_replaced_is_refused(folder: Path, sha
     model = {"vision": vision, "text": text, "embed_dim": 16}
     save_clip(tmp_path / "clip")
     run_ranks(1, fine_tune, shards, tmp_path, {"random": {"model": {**model, "pretrained": ""}}, "tuned": {}})
-    with pytest.raises(UserError, match="started from random weights"):
+    with pytest.raises(UserError, match="did not start from a trained model"):
         export_run(tmp_path / "random", "transformers", tmp_path / "out", fraction=0.5)
-    with pytest.raises(UserError, match="started from random weights"):
+    with pytest.raises(UserError, match="did not start from a trained model"):
         export_soup([tmp_path / "random", folder / "lora"], "transformers", tmp_path / "out")
     (tmp_path / "clip").rename(tmp_path / "moved")
     with pytest.raises(UserError, match=r"The model that .*step_000000002 started from cannot be opened: restore it"):

@@ -63,7 +63,7 @@ def test_a_cache_that_is_too_small_is_refused_at_first_and_reported_later(caplog
     assert open_order(config_of("--data.cache_gb=0.1"), set_of(REMOTE), saved=saved).interleave == saved
     assert "fetched repeatedly: set data.cache_gb=0.3 or more" in caplog.text
     assert math.prod(open_order(config_of("--data.cache_gb=0.1"), set_of(REMOTE)).interleave) < 6000
-    assert "The cache limits the shuffle buffer to " in caplog.text
+    assert "the cache limits the shuffle buffer to " in caplog.text
     assert "raise data.cache_gb (now 0.1)" in caplog.text
 
 

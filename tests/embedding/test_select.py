@@ -70,6 +70,12 @@ def test_a_rule_keeps_the_uids_of_the_values_in_its_bounds(
         assert selection == Selection(kept=1, samples=8, without_value=2, without_uid=1, minimum=0.7)
 
 
+def test_a_list_that_cannot_be_written_names_the_fix(tmp_path: Path, pool: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot be written .*, or choose another --out\.$"):
+        select([pool], "score", Rule(minimum=0.1), tmp_path / "file/kept.npy")
+
+
 def test_only_uids_in_every_other_list_are_kept(tmp_path: Path, pool: Path) -> None:
     lists = [tmp_path / "first.npy", tmp_path / "second.npy"]
     np.save(lists[0], np.array(uids_of(0, 1, 6), dtype=UID))

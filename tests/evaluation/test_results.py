@@ -23,6 +23,16 @@ def scores(omitted: tuple[str, ...] = ()) -> dict[str, Metrics]:
     return metrics
 
 
+def test_a_folder_that_cannot_be_written_names_the_fix(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot be written .*, or choose another --out\.$"):
+        Results(tmp_path / "file/scores", MODEL)
+    results = Results(tmp_path / "scores", MODEL)
+    (tmp_path / "scores" / FILE).mkdir()
+    with pytest.raises(UserError, match=r"cannot be written .*, or choose another --out\.$"):
+        results.add(TASKS.tasks[0], {"main_metric": 0.5})
+
+
 def test_lines_are_those_of_datacomp_and_name_the_data_of_user_sets(tmp_path: Path) -> None:
     results = Results(tmp_path / "new", MODEL)
     metrics = {"acc1": 0.5, "acc5": None, "main_metric": 0.5}

@@ -1,5 +1,6 @@
 """A run resumes although any file next to its checkpoints is torn, garbled or edited."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -85,6 +86,20 @@ def test_the_best_evaluation_is_known_from_the_metrics(
     assert read_best(checkpoints) == Best(2, name, 2.0)
     assert (checkpoints / "step_000000002").exists(), "the best one is kept"
     assert tensors(checkpoints / "step_000000006")
+
+
+def test_a_run_continues_if_the_best_evaluation_cannot_be_recorded(stopped: Path, shards: Path, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    shutil.copytree(stopped, runs)
+    (runs / "run" / "metrics.jsonl").unlink()  # no earlier evaluation is known
+    best = runs / "run" / "checkpoints" / "best.json"
+    best.unlink()
+    (best / "not empty").mkdir(parents=True)
+    train(runs, shards, 6, *OPTIONS)
+    assert newest_checkpoint(runs).name == "step_000000006"
+    events = [json.loads(line) for line in (runs / "run" / "events.jsonl").read_text().splitlines()]
+    assert events[-1]["kind"] == "save_failed"
+    assert "is not recorded as the best" in events[-1]["message"]
 
 
 @pytest.mark.parametrize(

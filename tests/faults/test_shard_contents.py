@@ -125,7 +125,7 @@ def test_validation_on_training_shards_is_refused(built: Path, tmp_path: Path) -
     (copied / "00001.tar").unlink()
     for training, options in (("m", []), ("shards", ["--dry-run"])):
         done = train(tmp_path / "runs", str(built / training), 2, f"--data.val={copied}", *options, code=2)
-        assert "1 of 1 shards of data.val are among the training shards, such as" in done.stderr
+        assert "1 of 1 validation shards (data.val) are among the training shards, such as" in done.stderr
     assert not list((tmp_path / "runs" / "run").glob("checkpoints/step_*"))
 
 

@@ -243,8 +243,11 @@ def test_an_invalid_argument_raises_an_error_that_names_it(wrong: dict[str, Any]
 
 def _wrong_on_one(communicator: Communicator) -> dict[str, str]:
     messages: dict[str, str] = {}
-    for wrong in ("norm", "type", "mode", "dtype"):
-        loss_fn = loss_of("openclip")
+    for wrong in ("norm", "type", "mode", "dtype", "teachers", "no teacher"):
+        distill: dict[str, Any] = {"temperature": [0.1, 0.2]} if wrong == "teachers" else {}
+        if wrong == "no teacher":
+            distill = {"features": "features/teacher"}
+        loss_fn = loss_of("openclip", distill=distill)
         image: Any = torch.eye(DIM)[:4].requires_grad_()
         text = torch.eye(DIM)[:4].to(torch.bfloat16 if wrong == "dtype" and communicator.rank == 1 else torch.float32)
         if communicator.rank == 1:
@@ -255,8 +258,11 @@ def _wrong_on_one(communicator: Communicator) -> dict[str, str]:
             elif wrong == "dtype":
                 image = image.bfloat16()
             loss_fn.train(wrong != "mode")
+        teachers = [(torch.eye(DIM)[:4], torch.eye(DIM)[:4])] * len(distill.get("temperature", "1"))
+        if communicator.rank == 1 and distill:
+            teachers = teachers[1:]
         with pytest.raises(ValueError) as caught:
-            loss_fn(image, text, torch.arange(4))
+            loss_fn(image, text, torch.arange(4), teacher=teachers if distill else None)
         messages[wrong] = str(caught.value)
     return messages
 
@@ -267,6 +273,10 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
     assert "image_features must have rows of norm 1" in second["norm"]
     assert "rank 1 was given arguments that cannot be used" in first["type"]
     assert "image_features has type ndarray, but must be a tensor" in second["type"]
+    assert "rank 1 was given arguments that cannot be used" in first["teachers"]
+    assert "lists 2 values for 1 teacher" in second["teachers"]
+    assert "rank 1 was given arguments that cannot be used" in first["no teacher"]
+    assert "a batch lacks the stored features" in second["no teacher"]
     for messages in (first, second):
         assert "rank 0 trains while rank 1 evaluates" in messages["mode"]
         assert "torch.float32, torch.bfloat16" in messages["dtype"]
@@ -294,6 +304,19 @@ def test_options_that_the_loss_cannot_use_are_refused(method: str, changes: dict
     arguments: dict[str, Any] = {"dim": DIM, "samples": 10, "steps_per_epoch": 1, **changes}
     with pytest.raises(UserError, match=message):
         ContrastiveLoss(method, **arguments)
+
+
+def test_constant_gamma_needs_no_length_of_an_epoch() -> None:
+    without_length = ContrastiveLoss("sogclr", dim=DIM, samples=SAMPLES)
+    with_length = ContrastiveLoss("sogclr", dim=DIM, samples=SAMPLES, epochs=3, steps_per_epoch=2)
+    for step in range(4):  # two epochs of the second loss
+        batch = features(step)
+        assert without_length(*batch) == with_length(*batch)
+
+
+def test_individual_temperatures_start_at_the_encoders_temperature() -> None:
+    loss_fn = ContrastiveLoss("isogclr", dim=DIM, samples=10, encoder_temperature=0.02, temperature={"initial": None})
+    assert loss_fn.temperature == 0.02
 
 
 @every_method

@@ -266,7 +266,7 @@ def test_a_teacher_that_the_student_equals_has_no_gradient() -> None:
 def test_options_that_do_not_fit_are_refused() -> None:
     image, text = pairs(ROWS, DIM)
     loss_fn = build_loss("openclip", distill={"temperature": [0.1, 0.1, 0.1]})
-    with pytest.raises(UserError, match="3 values for 2 teachers"):
+    with pytest.raises(ValueError, match="3 values for 2 teachers"):
         loss_fn(image, text, teacher=TEACHERS)
     for options, message in (
         ({"temperature": [0.1] * 3, "features": ["a", "b"]}, "3 values for 2 teachers"),

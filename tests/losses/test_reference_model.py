@@ -293,9 +293,9 @@ def test_rows_that_the_options_announce_must_come() -> None:
         ({"distill": {"features": "features"}}, "distill.features"),
     ):
         loss_fn = build_loss("openclip", **options)
-        with pytest.raises(UserError, match=f"{name} is set"):
+        with pytest.raises(ValueError, match=f"{name} is set"):
             loss_fn(image, text, index)
-        with pytest.raises(UserError, match=f"{name} is set"):
+        with pytest.raises(ValueError, match=f"{name} is set"):
             loss_fn.begin(index)
     with pytest.raises(UserError, match="reference_model is set"):
         build_loss("openclip", reference_model="features").log_normalizers(image, text, index)

@@ -24,7 +24,7 @@ def test_a_profiled_run_writes_a_breakdown(shards: Path, tmp_path: Path) -> None
     assert (breakdown["method"], breakdown["steps"], breakdown["world_size"]) == ("fastclip_v3", 3, 2)
     assert {"features", "state", "normalizer", "gradient reduce"} < set(breakdown["purposes"])
     assert not [purpose for purpose in breakdown["purposes"] if " in " in purpose or "outside" in purpose]
-    assert "profile of 3 steps" in (tmp_path / "runs" / "run" / "log.txt").read_text()
+    assert "profiled 3 steps" in (tmp_path / "runs" / "run" / "log.txt").read_text()
 
 
 @pytest.mark.slow

@@ -172,7 +172,7 @@ def random_features(rows: int, dim: int, communicator: Communicator, kind: str =
 
 
 def initial_logit_scale(config: Config) -> float:
-    """Return the peers' initial log(1/tau): CLIP's value if the config leaves it to the method."""
+    """Return the peers' initial log(1/tau): CLIP's value if the config does not set `temperature.initial`."""
     return math.log(1 / (config.objective.temperature.initial or 0.07))
 
 
@@ -195,6 +195,8 @@ def program_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("config", type=Path, help="config of the run")
     parser.add_argument("out", type=Path, help="folder of the run")
     parser.add_argument("--random", action="store_true", help="train on four repeated batches of random pairs")
-    parser.add_argument("--caption-tokens", default="full", help="lengths of random captions, as in benchmark_step.py")
+    parser.add_argument(
+        "--caption-tokens", default="full", help="lengths of random captions, as in benchmark_step.py (default: full)"
+    )
     parser.add_argument("--bf16", action="store_true", help="run under bf16 autocast")
     return parser

@@ -6,7 +6,12 @@ from neuclip_ds.config import Config
 from neuclip_ds.losses.methods import find_method, method_of, reads_option
 from neuclip_ds.recipe import load_recipe, parse
 
-# help of an option
+FULL = "full"  # value of --caption-tokens
+# help of options
+CAPTION_TOKENS = (
+    "lengths of random captions in tokens: full (the context length), a mean, or a file with one length per line "
+    "(default: full)"
+)
 STORED_WIDTH = "width of the stored features of a reference model and of teachers (default: read from their folders)"
 
 

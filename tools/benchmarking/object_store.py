@@ -3,7 +3,7 @@
 The server answers the read requests of boto3, s3fs and curl: GET and HEAD of an object, with ranges, and ListObjectsV2.
 URLs are path-style, and signatures are not checked. `GET /?counters` returns as JSON the numbers of requests received
 and of bytes of objects sent so far; this request is neither delayed nor counted. The server listens on 127.0.0.1 and
-exits when its parent program ends.
+exits at the end of its standard input, for example when its parent program ends.
 
 Example:
     python tools/benchmarking/object_store.py FOLDER --latency-ms 50 --bandwidth-mb 20

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarking.method_config import FULL
 from neuclip_ds.config import Config
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.tokenizer import ModelTokenizer
@@ -13,7 +14,6 @@ from neuclip_ds.planning.memory import StandInTokenizer
 
 BATCHES = 4  # number of batches that a program repeats, so that it does not read the same memory in every step
 EOS = 1  # EOS id of tokenizers that this project trains, and of random tokens
-FULL = "full"  # value of --caption-tokens
 _SHORTEST = 3  # tokens: BOS, one token of text, EOS
 _SPREAD = 0.5  # standard deviation of the logarithm of caption lengths
 _TOKENS = 512  # vocabulary size assumed for a pretrained tokenizer that does not report one
@@ -30,7 +30,7 @@ def caption_lengths(caption_tokens: str, captions: int, context_length: int, gen
         generator: source of random numbers.
 
     Raises:
-        UserError: `caption_tokens` is none of these, or N is not between 3 and the context length.
+        UserError: `caption_tokens` is none of these, the file is empty, or N is not between 3 and the context length.
     """
     if caption_tokens == FULL:
         return torch.full((captions,), context_length)
@@ -48,6 +48,11 @@ def caption_lengths(caption_tokens: str, captions: int, context_length: int, gen
         normal = torch.randn(captions, generator=generator)
         drawn = (mean * torch.exp(_SPREAD * normal - _SPREAD**2 / 2)).round().long()
     return drawn.clamp(_SHORTEST, context_length)
+
+
+def check_caption_tokens(caption_tokens: str, config: Config) -> None:
+    """Raise `UserError` if a config's model cannot read captions with these lengths; see `caption_lengths`."""
+    caption_lengths(caption_tokens, 1, config.model.text.resolved_context_length(), torch.Generator())
 
 
 def _read_lengths(path: Path) -> Tensor:

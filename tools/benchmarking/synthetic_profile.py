@@ -1,6 +1,7 @@
 """Synthetic profile: training steps on random pairs, to measure a configuration without data.
 
-Everything from the towers onward is the same as in a run. There is no loader, so step times exclude loading.
+From the copy of a batch to the GPU until the update of the weights, a step runs the same code as in a run. There is no
+loader, so step times exclude loading.
 """
 
 import itertools
@@ -13,7 +14,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from benchmarking.random_pairs import BATCHES, FULL, random_tokens, seed_of_batch
+from benchmarking.method_config import FULL
+from benchmarking.random_pairs import BATCHES, random_tokens, seed_of_batch
 from benchmarking.run_loss import LossBuilder, build_loss
 from benchmarking.stored_rows import stored_shapes
 from neuclip_ds.config import Config, dump
@@ -116,7 +118,7 @@ class SyntheticSteps:
     def _pairs(self, number: int, caption_tokens: str) -> tuple[Tensor, Tensor]:
         """Return noise: this rank's uint8 (b, 3, H, W) pixels and (b, T) ids of global batch `number`.
 
-        If the config stores the outputs of a frozen trunk, they replace the trunk's inputs: (b, width) in float32.
+        If the config names stored outputs of a frozen trunk, (b, width) float32 noise replaces the trunk's inputs.
         """
         query = self._query
         rows = query.rank_batch
@@ -167,13 +169,15 @@ def run_synthetic_profile(
     name: str,
     after: int,
     build: LossBuilder = build_loss,
+    *,
+    caption_tokens: str = FULL,
     stored_width: int | None = None,
 ) -> None:
     """Profile `run.profile_steps` steps after the first `after` steps; write the profile, labeled `name`, to `folder`.
 
-    `stored_width` is as in `SyntheticSteps`.
+    `caption_tokens` and `stored_width` are as in `SyntheticSteps`.
     """
-    steps = SyntheticSteps(config, communicator, build=build, stored_width=stored_width)
+    steps = SyntheticSteps(config, communicator, build=build, caption_tokens=caption_tokens, stored_width=stored_width)
     count = config.run.profile_steps
     engine_config = load_engine_config(config, communicator.world_size)
     description = {

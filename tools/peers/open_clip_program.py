@@ -6,8 +6,8 @@ accepts only GPUs. webdataset 1.0 omits its marks at the ends of shards, which o
 cannot read.
 
 The program supports open_clip version 3 and the main branch of June 2026, in which batches are dictionaries. On the
-main branch, the option --length-bucketing sorts captions by length. In the best case for this option, all captions are
-sorted, and each batch is cut after its longest caption; random captions are prepared in this way.
+main branch, the option --length-bucketing sorts captions by length. If --flags contains this option, random captions
+are prepared as in its best case: all of them are sorted, and each batch is cut after its longest caption.
 """
 
 import argparse

@@ -36,7 +36,7 @@ SECONDS = "seconds.json"
 def main() -> None:
     parser = program_parser(__doc__)
     parser.add_argument("--objective", nargs="+", default=[], help="methods whose objectives are measured")
-    parser.add_argument("--repeats", type=int, default=2, help="number of timed steps of each objective")
+    parser.add_argument("--repeats", type=int, default=2, help="number of timed steps of each objective (default: 2)")
     arguments = parser.parse_args()
     if arguments.objective:
         with exit_on_mistake():

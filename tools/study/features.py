@@ -129,7 +129,7 @@ def cache_features(source: str, folder: Path, grid: int = 1) -> None:
         grid: the image features are the means of the tower's output in each of grid x grid cells of the picture.
 
     Raises:
-        UserError: a package with a tower is not installed, or there are no shards.
+        UserError: a package with a tower is not installed or contains different weights, or there are no shards.
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = {folder / "train.safetensors": ("train", CROPS), folder / "test.safetensors": ("val", 1)}

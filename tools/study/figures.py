@@ -23,7 +23,9 @@ CURVES = {
 
 
 def draw(records: Mapping[str, Any], stage: str, folder: Path) -> list[Path]:
-    """Draw the curves of a stage's runs and, with two seeds of OpenCLIP, the gains over it; return the files written.
+    """Draw the curves of a stage's runs and, for arms that share at least two seeds with OpenCLIP, the gains over it.
+
+    The curves are those of the batch size with the most settings. Returns the paths of the files.
 
     Raises:
         UserError: the stage has no records, or more settings than there are colors.

@@ -29,8 +29,8 @@ _checkpoints: dict[int, Trained] = {}  # by seed; all runs of this process share
 def fine_tune(pairs: Pairs, held_out: Pairs, run: Run) -> dict[str, Any]:
     """Fine-tune the checkpoint of the run's seed, and return the results of `train`.
 
-    `recall` is the mean of the scores on the two kinds of held-out pairs, `recall_first` and `recall_second`; `start`
-    is the same mean for the checkpoint.
+    In these results, `recall` is the mean of the recalls on the two kinds of held-out pairs, `recall_first` and
+    `recall_second`; `start` is the same mean for the checkpoint.
     """
     direction, threshold = _content(pairs)
     first, second = _split(pairs, direction, threshold)

@@ -47,10 +47,11 @@ def normalizers(
     """Return statistics of a sample of image anchors, whose exact normalizers g are means over all n - 1 negatives.
 
     `log_g` is the mean of log g. `kl` is the mean KL divergence of the anchors' softmax over their negatives from the
-    uniform distribution. The `ratio` of an anchor is the mean over the negatives in a batch divided by g; with an
-    exact normalizer, it is the total weight of these negatives. The `error` of an anchor is log u - log g, where u is
-    the estimate of `loss_fn`; it is omitted without such an estimate (no `loss_fn`, an oracle, SigLIP), and for a run
-    with a reference model, whose exponents differ from those of g.
+    uniform distribution. The ratio of an anchor (`ratio_mean`, `ratio_std`, `ratio_max`) is the mean over the negatives
+    in a batch divided by g; with an exact normalizer, it is the total weight of these negatives. The error of an anchor
+    (`error_mean`, `error_std`) is log u - log g, where u is the estimate of `loss_fn`; it is omitted without such an
+    estimate (no `loss_fn`, an oracle, SigLIP), and for a run with a reference model, whose exponents differ from those
+    of g.
     """
     images, texts = heads.encode(pairs)
     rows = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0))[: max(ANCHORS, run.batch)]

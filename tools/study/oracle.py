@@ -1,4 +1,4 @@
-"""A loss for the study alone: exact normalizers over all n pairs, which no practical loss can compute."""
+"""A loss for the study alone: exact normalizers over all n pairs, which are too expensive for large data."""
 
 import math
 from typing import Any

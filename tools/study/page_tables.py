@@ -27,7 +27,7 @@ LARGE_BATCH = 32  # factor of the batch size in the stage `gate`
 QUEUE = "neuclip_queue, tau 0.05"
 # arms whose names do not describe their variants
 _LABELS = {
-    "neuclip_queue": "`neuclip_queue`, tau learned",
+    "neuclip_queue": "`neuclip_queue`, learned tau",
     "amorlip": "`amorlip`, as published",
     "oracle, exact": "exact, alone",
     "oracle, pooled 1": "exact, pooled with the batch's, kappa = 1",
@@ -92,7 +92,10 @@ Seeds = Mapping[int, Result]
 
 @cache
 def all_results() -> Sequence[Result]:
-    """Return the runs in all files of records, in the order of the files."""
+    """Return the runs in all files of records, in the order of the files.
+
+    Raises `ValueError` if neither a record nor records.yaml gives a run's hardware, date and commit.
+    """
     results: list[Result] = []
     for path in sorted(FOLDER.glob("*.jsonl")):
         default = SOURCES["files"].get(path.name, {})
@@ -248,10 +251,13 @@ def pairs_of_losses() -> str:
         (QUEUE, "fastclip_v1"),
         (QUEUE, "sogclr"),
     ]
-    # variants of NeuCLIP are compared with the published one, with moving averages and with the queue
+    # variants of NeuCLIP with a constant temperature are compared with the published one, with moving averages and with
+    # the queue; variants with a learned temperature, with the published one and with the same variant at a constant one
     for arm in arms_of("finals"):
-        if arm.startswith("neuclip") and arm not in ("neuclip", "neuclip_queue", QUEUE):
+        if arm.startswith("neuclip") and arm.endswith("constant tau"):
             compared += [(arm, "neuclip"), (arm, "sogclr"), (arm, "fastclip_v3"), (arm, QUEUE)]
+        elif arm.startswith("neuclip") and arm.endswith("learned tau"):
+            compared += [(arm, "neuclip"), (arm, arm.replace("learned", "constant"))]
     batches = batches_of("finals")
     rows: list[list[str]] = []
     for ours, theirs in compared:

@@ -36,7 +36,7 @@ def image_tower(width: int) -> nn.Module:
 
 
 def text_tower(words: int, width: int) -> nn.Module:
-    """Return a perceptron with one hidden layer: (b, words) indicators of words to (b, width)."""
+    """Return a perceptron with one hidden layer: (b, words) indicators of words and word pairs to (b, width)."""
     return nn.Sequential(nn.Linear(words, UNITS), nn.GELU(), nn.Linear(UNITS, width))
 
 

@@ -28,10 +28,10 @@ class RunName(NamedTuple):
 
 
 def parse_name(name: str) -> RunName:
-    """Return the parts of a run's name; raise ValueError if it is not STAGE/ARM/BBATCH/SETTING/seedSEED."""
+    """Return the parts of a run's name; raise ValueError if it is not STAGE/ARM/BBATCH[/SETTING]/seedSEED."""
     match = re.fullmatch(r"([^/]+)/([^/]+)/B(\d+)/?(.*)/seed(\d+)", name)
     if match is None:
-        raise ValueError(f"{name} is not STAGE/ARM/BBATCH/SETTING/seedSEED")
+        raise ValueError(f"{name} is not STAGE/ARM/BBATCH[/SETTING]/seedSEED")
     stage, arm, batch, setting, seed = match.groups()
     return RunName(stage, arm, int(batch), setting, int(seed))
 
@@ -101,7 +101,7 @@ def grouped(records: Mapping[str, Any]) -> Groups:
 
 
 def tables(records: Mapping[str, Any]) -> str:
-    """Return a Markdown table for each stage and batch size; `peer_of` chooses the peer of each setting."""
+    """Return a Markdown table for each stage and batch size; each row is compared with the setting from `peer_of`."""
     return "\n\n".join(_table(stage, batch, rows) for (stage, batch), rows in sorted(grouped(records).items()))
 
 

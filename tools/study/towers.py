@@ -41,7 +41,7 @@ def prepare_shards(source: str, folder: Path) -> None:
         source: a folder with shards in train/ and val/, or demo:N for N rendered scenes.
 
     Raises:
-        UserError: a package with a tower is not installed, or there are no shards.
+        UserError: a package with a tower is not installed or contains different weights, or there are no shards.
     """
     if folder.exists():
         return

@@ -41,7 +41,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise UserError(f"The weights file {path} does not exist; put the file there, or correct the path.")
     with explained(
-        f"The weights file {path} cannot be read as plain tensors", "use a safetensors file or a plain state dict"
+        f"The weights file {path} cannot be read as plain tensors",
+        "download it again, or use a safetensors file or a plain state dict",
     ):
         if path.suffix == ".safetensors":
             return _unwrapped_names(load_file(path))
@@ -113,7 +114,7 @@ def fetch(name: str, weights: Sequence[str] = ()) -> Path:
     """Return a checkpoint's local folder, downloading files from the hub if needed; call on one rank only.
 
     Args:
-        name: the value of `model.pretrained`.
+        name: the value of `model.pretrained`, without the prefix `open_clip:`.
         weights: file patterns, one per weights format; only the first format found is downloaded (to save space).
 
     Raises:

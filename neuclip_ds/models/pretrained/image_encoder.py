@@ -13,7 +13,7 @@ import timm
 
 from neuclip_ds.config import Channels, VisionConfig
 from neuclip_ds.errors import UserError, explained
-from neuclip_ds.models.image_models import locate_image_weights, pretrained_trunk
+from neuclip_ds.models.image_models import SET_ELSEWHERE, locate_image_weights, pretrained_trunk
 from neuclip_ds.models.pretrained.base import Preprocessing
 from neuclip_ds.models.pretrained.files import first_file, read_json, read_tensors
 from neuclip_ds.models.towers import VisionTower
@@ -109,7 +109,7 @@ def open_image_encoder(ref: ImageEncoderRef) -> VisionTower:
 
     Raises UserError as in `read_tensors` and `pretrained_trunk`.
     """
-    options = {name: value for name, value in ref.options.items() if name not in ("img_size", "num_classes")}
+    options = {name: value for name, value in ref.options.items() if name not in SET_ELSEWHERE}
     vision = VisionConfig(name=ref.architecture, pretrained=ref.weights, image_size=ref.image_size, options=options)
     weights = read_tensors(Path(ref.weights))
     trunk = pretrained_trunk(vision, weights)

@@ -45,8 +45,8 @@ def open_checkpoint(ref: CheckpointRef, config: ModelConfig = _AS_PUBLISHED) -> 
     """Open the checkpoint that `locate` found, on any rank.
 
     Raises:
-        UserError: a required file is missing, incomplete or unsupported, the model does not support the image size in
-            `config`, or open_clip is needed and not installed.
+        UserError: the checkpoint is not on this node, a required file is missing, incomplete or unsupported, the model
+            does not support the image size in `config`, or open_clip is needed and not installed.
     """
     if not Path(ref.path).exists():
         raise UserError(
@@ -76,6 +76,7 @@ def _library_of(folder: Path) -> str:
     if (folder / open_clip_models.CONFIG_FILE).is_file():
         return "open_clip"
     raise UserError(
-        f"{folder} contains no model that can be loaded: it needs the config.json of a transformers model of type "
-        f"{', '.join(transformers_models.MODEL_TYPES)}, or open_clip's {open_clip_models.CONFIG_FILE}."
+        f"{folder} contains no model that can be loaded: pass a run with a checkpoint, or a folder with the "
+        f"config.json of a transformers model of type {', '.join(transformers_models.MODEL_TYPES)}, or with "
+        f"open_clip's {open_clip_models.CONFIG_FILE}."
     )

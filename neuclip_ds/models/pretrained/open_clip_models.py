@@ -270,8 +270,8 @@ def _set_timm_image_size(visual: Any, vision_config: Mapping[str, Any]) -> None:
         return
     if not hasattr(visual.trunk, "set_input_size"):
         raise UserError(
-            f"model.vision.image_size={size} does not fit timm's {name!r}, which takes only images of {own_size} "
-            f"pixels; set it to {own_size}."
+            f"An image size of {size} pixels does not fit timm's {name!r}, which takes only images of {own_size} "
+            f"pixels; set model.vision.image_size={own_size}."
         )
     if isinstance(getattr(visual.trunk, "patch_embed", None), PatchEmbed):
         check_patches(size, visual.trunk.patch_embed.patch_size[0])

@@ -267,8 +267,8 @@ class TextEncoderSource:
 def _read_pooling(folder: Path, option: str) -> Pooling:
     """Return the pooling that `TextEncoderSource.save` or sentence-transformers wrote; `option` is for messages.
 
-    Raises UserError if neither wrote its file to the folder, or if sentence-transformers' pooling or another of its
-    modules is not supported.
+    Raises UserError if neither wrote its file to the folder, if a file cannot be read, or if sentence-transformers'
+    pooling or another of its modules is not supported.
     """
     fix = f"set {option} to one of {', '.join(POOLINGS)}"
     if (folder / _POOLING_FILE).is_file():
@@ -339,7 +339,9 @@ def _load_trunk(folder: Path) -> Any:
         raise UserError(f"{folder} contains no weights; put {WEIGHTS[0]} (or pytorch_model.bin) there.")
     refuse_adapter(folder)
     logging.disable_progress_bar()  # one bar per rank would flood the log
-    with explained(f"transformers cannot load a text encoder from {folder}", "choose another model"):
+    with explained(
+        f"transformers cannot load a text encoder from {folder}", "download its files again, or choose another model"
+    ):
         config, model_class = _read_config(folder)
         trunk, info = model_class.from_pretrained(
             folder,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuclip_ds.checkpoint.checkpoints import Best, step_folder
-from neuclip_ds.checkpoint.integrity import is_complete
+from neuclip_ds.checkpoint.integrity import SaveFailed, is_complete
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.stop_signals import deferring
 from neuclip_ds.engine.average import WeightAverage
@@ -27,7 +27,7 @@ _RECALLS = ("image_to_text_recall@1", "text_to_image_recall@1")
 
 
 class EvaluateModel(Hook):
-    """Evaluates the model every `run.evaluate_every` steps, at the end, and before step 1 if `evaluates_start` is true.
+    """Evaluates the model every `run.evaluate_every` steps, at the end, and before step 1 if `evaluates_start` holds.
 
     If a run starts from a pretrained checkpoint, the first evaluation during training and the last one are compared
     with the evaluation before step 1, if there was one. A resumed run first runs any evaluation that is due at the
@@ -151,8 +151,13 @@ class EvaluateModel(Hook):
             return
         if loop.saved != result.step:
             self._saver.save(loop)
-        if loop.saved == result.step:
+        if loop.saved != result.step:
+            return
+        try:
             loop.checkpoints.keep_best(result)
+        except SaveFailed as error:
+            message = f"{error} Training continues; this evaluation is not recorded as the best."
+            loop.events.add(loop.done, "save_failed", message, shared=True)
 
     def _best_so_far(self, loop: Loop, metric: str) -> Best | None:
         """Return the best evaluation so far, or None if there is none.

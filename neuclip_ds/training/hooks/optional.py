@@ -111,7 +111,7 @@ class WeightsAndBiases(Hook):
 
 
 class WriteReport(Hook):
-    """Writes report.html when a run ends, stops or diverges, or at the next launch if writing failed."""
+    """Writes report.html when a run completes, stops or diverges, or at the next launch if writing failed."""
 
     def close(self, loop: Loop, error: BaseException | None) -> None:
         if loop.stop_requested or isinstance(error, TrainingDiverged):

@@ -263,7 +263,7 @@ def _download(remote: RemoteRun, name: str, folder: Path) -> str:
 def _explained(url: str) -> AbstractContextManager[None]:
     """Turn any exception of fsspec's backend or the disk into a `UserError` that names the store."""
     problem = f"run.remote: the copy in {url} cannot be read or written"
-    return explained(problem, "check the address, and your access to it")
+    return explained(problem, "check the address and your access to it, and the disk with the run's folder")
 
 
 def _url_of_copy(run: RunConfig, folder: Path) -> str:

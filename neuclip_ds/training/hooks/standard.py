@@ -25,7 +25,7 @@ _FIRST_LINES = 30  # number of progress lines after which the interval changes
 
 
 class PrefetchShards(Hook):
-    """Prefetches the remote shards that a node needs; runs on one rank of each node."""
+    """Prefetches the remote shards and stored features that a node needs; runs on one rank of each node."""
 
     def __init__(self) -> None:
         self._prefetcher: Prefetcher | None = None

@@ -239,7 +239,8 @@ def image_model() -> Any:
 def save_timm_folder(folder: Path, model: Any) -> None:
     save_file(model.state_dict(), folder / "model.safetensors")
     settings = {"input_size": [3, 160, 160], "mean": [0.1, 0.2, 0.3], "std": [0.5, 0.6, 0.7], "crop_mode": "squash"}
-    config = {"architecture": "test_vit", "model_args": {"img_size": 160}, "pretrained_cfg": settings}
+    options = {"img_size": 160, "pretrained": False}
+    config = {"architecture": "test_vit", "model_args": options, "pretrained_cfg": settings}
     (folder / "config.json").write_text(json.dumps(config))
 
 
