@@ -127,7 +127,7 @@ def _expanded_size(node: yaml.Node, sizes: dict[yaml.Node, int | None]) -> int:
     if node in sizes:
         size = sizes[node]
         if size is None:  # not known yet, so the node contains itself
-            raise ValueError("an alias (*NAME) is within the value that it stands for")
+            raise ValueError("an alias (*NAME) refers to a value that contains the alias itself")
         return size
     sizes[node] = None
     parts: list[yaml.Node] = []

@@ -86,7 +86,7 @@ def main(arguments: Sequence[str]) -> None:
 def check_options(options: argparse.Namespace) -> None:
     """Raise UserError if a package is missing, a path does not exist, or options are invalid or have no effect."""
     if len(options.models) > _MOST_MODELS:
-        raise UserError(f"{len(options.models)} models are passed: pass one or two.")
+        raise UserError(f"{len(options.models)} models are given, but the page shows at most two: pass one or two.")
     for model in options.models:
         check_model("MODEL", model)
     check_path("--images", options.images)

@@ -225,7 +225,7 @@ def demo_split(source: str, cache: Path) -> Path:
 
 
 def _progress_log() -> Callable[[int, int], None]:
-    """Return a function that logs (images done, total images), at most once every 2 seconds."""
+    """Return a function of (images done, total images) that logs the progress at most once every 2 seconds."""
     next_line = time.monotonic() + _PROGRESS_INTERVAL
 
     def on_progress(done: int, total: int) -> None:

@@ -49,9 +49,9 @@ class MixtureOrder:
         if len(unused):
             number = unused[0]
             raise UserError(
-                f"Source number {number + 1} of data.train has the weight {weights[number]:g} of {sum(weights):g}, too "
-                f"little for one row per batch of {self.batch_size}: raise the weight or data.batch_size, or remove "
-                "the source."
+                f"Source number {number + 1} of data.train has a weight of {weights[number]:g} out of a total of "
+                f"{sum(weights):g}, too little for one sample per batch of {self.batch_size}: raise the weight or "
+                "data.batch_size, or remove the source."
             )
         rank_in_block = is_source.cumsum(axis=2) - 1  # valid where `is_source`
         self._rank_in_block = np.take_along_axis(rank_in_block, self._pattern[None], axis=0)[0]

@@ -79,8 +79,8 @@ class GlobalOrder:
         self.n = int(self._sizes.sum())
         if self.n < 2:
             raise UserError(
-                f"The training data, or one of its sources, contains {counted(self.n, 'sample')}; each needs at least "
-                "2 samples."
+                f"The training data, or one of its sources, contains {counted(self.n, 'sample')}, but at least 2 are "
+                "needed: check data.train."
             )
         if drop_last and self.n < batch_size:
             raise UserError(

@@ -233,9 +233,10 @@ def find_orphans() -> list[int]:
 
 
 def _is_orphan(rank: psutil.Process) -> bool:
-    """Return whether a rank's launcher has ended, so that the system's first process has adopted the rank.
+    """Return whether a rank's launcher has ended, so that PID 1, the system's first process, has adopted the rank.
 
-    DeepSpeed starts ranks from a second process, which stays if the first one is killed.
+    The `deepspeed` command starts `deepspeed.launcher.launch`, which starts the ranks and keeps running if only the
+    command is killed; PID 1 then adopts it instead of the ranks.
     """
     parent = rank.parent()
     if parent is not None and "deepspeed.launcher.launch" in parent.cmdline():

@@ -342,7 +342,10 @@ class ContrastiveLoss(nn.Module):
         self._pending = None  # an exception below abandons the batch
         training = self._is_training
         if training and torch._C._current_graph_task_id() >= 0:  # in a backward pass; no public function reports this
-            raise RuntimeError("A backward pass called the loss again: call it outside of activation checkpointing.")
+            raise RuntimeError(
+                "The loss was called in a backward pass, probably because activation checkpointing repeated the call: "
+                "apply checkpointing to the towers, but not to the loss."
+            )
         # an argument that is not a tensor is reported below, on all ranks
         device = image_features.device if isinstance(image_features, Tensor) else self._communicator.device
         device_type = device.type
@@ -759,7 +762,7 @@ class ContrastiveLoss(nn.Module):
         """Raise `UserError` if the loss cannot use these stored features."""
         if name not in self.function.uses_stored:
             if self._config.prefixes:
-                raise UserError(f"The option prefixes cannot be combined with {_USES[name]}: omit one of them.")
+                raise UserError(f"The option `prefixes` cannot be combined with {_USES[name]}: omit one of them.")
             raise UserError(f"{self._name} cannot use {_USES[name]}: {_FIXES[name]}")
 
     def _problem_with(

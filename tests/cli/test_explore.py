@@ -184,7 +184,7 @@ def test_class_names_are_separated_by_lines_or_commas(text: str, names: list[str
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["a/b", "c/d", "e/f", "--images=."], "3 models are passed: pass one or two"),
+        (["a/b", "c/d", "e/f", "--images=."], "3 models are given, but the page shows at most two"),
         (["a/b", "c/d", "--images=.", "--features", "."], "1 folder for 2 models"),
         (["a/b", "--images=.", "--features", "memory://a"], "memory://a is remote: copy"),
         (["a/b", "--images=.", "--features", ".", "--captions", "txt"], "--captions has no effect with --features"),

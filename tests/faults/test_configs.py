@@ -164,7 +164,7 @@ def expanding_aliases(value: str) -> str:
         ),
         ("objective: {other_methods: {hnge: {}}}", "unknown key objective.other_methods.hnge; did you mean hinge?"),
         ("objective: {other_methods: {hinge: {margn: 1}}}", "unknown key hinge.margn"),
-        ("run: &a\n  x: *a", "an alias (*NAME) is within the value that it stands for"),
+        ("run: &a\n  x: *a", "an alias (*NAME) refers to a value that contains the alias itself"),
         (expanding_aliases("[*v, *v, *v, *v]"), "contains more than 100000 values"),
         (expanding_aliases("{<<: [*v, *v, *v, *v]}"), "contains more than 100000 values"),
         ("run: " + "[" * 1000, "not valid YAML"),

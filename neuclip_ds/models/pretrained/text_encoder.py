@@ -276,7 +276,7 @@ def _read_pooling(folder: Path, option: str) -> Pooling:
         return saved
     modules = folder / "modules.json"
     if not modules.is_file():
-        raise UserError(f"{folder} contains no modules.json of sentence-transformers with the pooling: {fix}.")
+        raise UserError(f"{folder} contains no modules.json, in which sentence-transformers stores the pooling: {fix}.")
     with explained(f"The pooling in {modules} cannot be read", fix):
         config: dict[str, Any] = {}
         for module in json.loads(modules.read_text(encoding="utf-8")):
