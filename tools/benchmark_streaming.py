@@ -332,7 +332,9 @@ def main() -> None:
     parser.add_argument("data", help="shards of JPEG and txt pairs: a tar, a folder or a pattern")
     parser.add_argument("--batch", type=int, default=128, help="samples per batch (default: 128)")
     parser.add_argument("--workers", type=int, default=2, help="loader processes (default: 2)")
-    parser.add_argument("--prefetch", type=int, default=4, help="batches that each loader process prefetches (default: 4)")
+    parser.add_argument(
+        "--prefetch", type=int, default=4, help="batches that each loader process prefetches (default: 4)"
+    )
     parser.add_argument(
         "--image-size", type=int, default=224, help="side length of the square crop, in pixels (default: 224)"
     )

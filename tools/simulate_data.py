@@ -195,7 +195,9 @@ def main() -> None:
     )
     parser.add_argument("--nodes", nargs="+", type=int, default=[1, 8, 64], help="numbers of nodes")
     parser.add_argument("--cache-gb", nargs="+", type=float, default=[1000], help="sizes of a node's cache, in GB")
-    parser.add_argument("--bandwidth-gb", type=float, default=1.25, help="download bandwidth of a node, in GB per second")
+    parser.add_argument(
+        "--bandwidth-gb", type=float, default=1.25, help="download bandwidth of a node, in GB per second"
+    )
     parser.add_argument(
         "--rate", type=float, default=10_000, help="speed of a node that does not wait for data, in samples per second"
     )

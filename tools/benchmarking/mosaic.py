@@ -19,7 +19,7 @@ def has_mosaic() -> bool:
 
 
 def write_mds(manifest: Manifest, folder: Path) -> None:
-    """Write the image and the .txt member of every sample in MDS format, in about as many shards as the manifest has."""
+    """Write the image and the .txt member of every sample in MDS format, in about as many shards as in the manifest."""
     from streaming import MDSWriter
 
     total = sum(payload_bytes(sample) + _OVERHEAD for sample in samples_of(manifest))
