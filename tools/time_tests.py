@@ -80,7 +80,9 @@ def main() -> None:
 
 
 def timed(name: str) -> Area:
-    """Run the fast tests of an area, and count its slow test functions; this process must have no other children.
+    """Measure the CPU time of an area's fast tests, and count its slow test functions.
+
+    The time is that of this process's children, so it must have no others.
 
     Raises:
         UserError: a test failed, or pytest could not run the tests.

@@ -237,8 +237,8 @@ def read_start(checkpoint: Path, communicator: Communicator) -> ModelWeights:
         model, logits = source.load(run.tokenizer)
     except UserError as error:
         raise UserError(
-            f"The model that {checkpoint} started from cannot be opened: restore it, or omit --blend. The problem: "
-            f"{error}"
+            f"The model from which the run of {checkpoint} started cannot be opened: restore it, or omit --blend. The "
+            f"problem: {error}"
         ) from error
     expected_hash = read_start_hash(checkpoint / MODEL)
     difference = None
@@ -248,7 +248,7 @@ def read_start(checkpoint: Path, communicator: Communicator) -> ModelWeights:
         difference = "weights differ"
     if difference is not None:
         raise UserError(
-            f"The model at model.pretrained={name} is no longer the one that {checkpoint} started from: its "
+            f"The model at model.pretrained={name} is no longer the one from which the run of {checkpoint} started: its "
             f"{difference}. Restore the original model, or omit --blend."
         )
     return ModelWeights(

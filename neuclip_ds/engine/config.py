@@ -142,8 +142,8 @@ def _require_version() -> None:
     if installed.partition("+")[0] != DEEPSPEED:
         raise UserError(
             f"Installed DeepSpeed: {installed}. neuclip_ds reads private fields of DeepSpeed and is tested only "
-            f"with {DEEPSPEED}; 0.19.0 to 0.19.3 also compute wrong gradients under ZeRO 2 in bf16 "
-            f"(github.com/deepspeedai/DeepSpeed/issues/8224). Run: pip install deepspeed=={DEEPSPEED}"
+            f"with {DEEPSPEED}; versions up to 0.19.3 may also compute wrong gradients under ZeRO 2 in bf16 on several "
+            f"ranks (github.com/deepspeedai/DeepSpeed/issues/8224). Run: pip install deepspeed=={DEEPSPEED}"
         )
 
 

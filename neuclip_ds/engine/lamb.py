@@ -73,7 +73,7 @@ class Lamb(torch.optim.Optimizer):
                 yield _Update(group, weight, direction)
 
     def _trust_ratios(self, updates: Sequence[_Update]) -> Tensor:
-        """Return (P,) trust ratios: the norm of each parameter divided by that of its direction, or 1 if one is 0."""
+        """Return (P,) trust ratios: a parameter's norm divided by the norm of its direction, or 1 if either is 0."""
         weight_norms = [torch.linalg.vector_norm(update.weight) for update in updates]
         direction_norms = [torch.linalg.vector_norm(update.direction) for update in updates]
         norms = torch.stack([torch.stack(weight_norms), torch.stack(direction_norms)])

@@ -190,7 +190,8 @@ class LearnableTemperature(Temperature):
     def descend(self, position: Position, **gradients: Tensor) -> None:
         """Take an optimizer step with a 0-dim gradient for each scalar, passed by name, and clamp tau.
 
-        The temperature's gradient is always passed as `theta` and taken with respect to theta, even if tau is learned.
+        Pass the temperature's gradient as `theta`, with respect to theta, even if the optimizer updates tau itself
+        (`temperature.variable=tau`).
         """
         if self._learns_tau:
             gradients["tau"] = gradients.pop("theta") / -self.tau
