@@ -248,8 +248,8 @@ def read_start(checkpoint: Path, communicator: Communicator) -> ModelWeights:
         difference = "weights differ"
     if difference is not None:
         raise UserError(
-            f"The model at model.pretrained={name} is no longer the one from which the run of {checkpoint} started: its "
-            f"{difference}. Restore the original model, or omit --blend."
+            f"The model at model.pretrained={name} is no longer the one from which the run of {checkpoint} started: "
+            f"its {difference}. Restore the original model, or omit --blend."
         )
     return ModelWeights(
         name=name,
