@@ -43,6 +43,9 @@ _training = threading.RLock()  # held while a thread trains
 def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any) -> Run:
     """Train a model as `neuclip-ds train` does, on all ranks of a distributed launch or only in this process.
 
+    On several ranks, an error that occurs after the ranks have connected is not raised to the caller: it ends all
+    processes, with the exit code of `neuclip-ds train`.
+
     Args:
         recipe: a recipe's name, the path of a YAML file, or a `Config`. If a `Config` does not set `run.name`, the run
             is called `run`.

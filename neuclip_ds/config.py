@@ -50,9 +50,9 @@ class RunConfig(Section):
     seed: int = Field(0, ge=0)
     """Seed for the weights, data order, augmentation and dropout."""
     deterministic: bool = False
-    """Use only deterministic algorithms, so that a run that resumes on the same number of GPUs of the same kind is
-    bit-identical to an uninterrupted one. These algorithms may be slower. The run fails if its model uses an operation
-    without a deterministic algorithm."""
+    """Use only deterministic algorithms, so that a run that resumes with the same GPUs, number of ranks, DeepSpeed
+    config and library versions is bit-identical to an uninterrupted one. These algorithms may be slower. The run fails
+    if its model uses an operation without a deterministic algorithm."""
     checkpoint_every: int = Field(1000, ge=1)
     """Steps between checkpoints; another checkpoint is saved at the end of the run."""
     keep_checkpoints: int = Field(2, ge=1)
@@ -135,8 +135,9 @@ class AugmentConfig(Section):
 
 class DataConfig(Section):
     train: Annotated[str | list[SourceConfig], NoDecode] = ""
-    """Training pairs: a folder of tar shards, a glob or brace pattern, a manifest folder, or `demo:train`; or several
-    weighted sources: [{"path": "/data/dfn", "weight": 3}, {"path": "/data/cc12m", "weight": 1}]."""
+    """Training pairs: local tar shards (a folder, a file, a glob or brace pattern, a .txt list of these, or several of
+    these joined by ::), a manifest folder (required for remote shards), or `demo:train`; or several weighted sources:
+    [{"path": "/data/dfn", "weight": 3}, {"path": "/data/cc12m", "weight": 1}]."""
     val: Annotated[Annotated[int, Field(ge=0)] | str, Field(union_mode="left_to_right")] = "auto"
     """Held-out pairs for retrieval: a single source, in any form that `train` accepts, or the number of pairs to hold
     out of `train`. `auto` uses the `val` folder next to `train` (next to the first of several sources) if it exists;
@@ -164,9 +165,9 @@ class DataConfig(Section):
     """Seconds without a batch, and without new data of remote shards, after which a loader process is replaced. A
     remote read may stall for up to a tenth of this time."""
     captions: Annotated[list[str] | dict[str, Annotated[float, Field(gt=0)]], NoDecode] = Field(["txt"])
-    """Sources of captions: txt or another member of the sample, such as syn.txt; txt:lines (one caption per line);
-    json:KEY (a string or a list). Each visit to a sample draws one caption; {"txt": 0.7, "syn.txt": 0.3} draws the
-    caption's source with these probabilities."""
+    """Sources of captions in a sample: txt (one caption), txt:lines (one caption per line), json:KEY (a string or a
+    list), or one of these after a prefix, such as syn.txt. Each visit to a sample draws one caption; {"txt": 0.7,
+    "syn.txt": 0.3} draws its source with these weights, among the sources that have a caption for the sample."""
     decoder: Literal["simplejpeg", "pil"] = "simplejpeg"
     """Library that decodes JPEGs: simplejpeg is faster; pil produces open_clip's pixels. For random crops, both first
     scale large JPEGs down to 1/2, 1/4 or 1/8, which open_clip does not do."""
@@ -197,8 +198,9 @@ class DataConfig(Section):
     """Samples that are shuffled together within a shard stream. By default, up to 8 million over all streams (500,000
     per node on more than 16 nodes), or fewer if their shards would not fit into `cache_gb`."""
     drop_last: bool = False
-    """Skip the samples that do not fill an epoch's last batch. If false, every sample is seen exactly once per epoch,
-    and the last batch may have empty rows. The batches of a mixture of sources are always full."""
+    """Skip the samples that do not fill an epoch's last batch. If false, every sample of a single dataset is seen
+    exactly once per epoch, and the last batch may have empty rows. Not for a mixture of sources, whose batches are
+    always full."""
     max_bad_fraction: float = Field(0.01, ge=0, le=1)
     """Largest accepted fraction of bad samples among all samples read; above it, the run stops. The run also stops if
     more than 10 times this fraction of the samples of one rank's last 1,000 steps are bad. Fewer than 1,000 samples
@@ -304,8 +306,8 @@ class VisionConfig(TowerConfig):
     """Side length of the square input images, in pixels. By default, the size of `model.pretrained`, else 224. If the
     size differs from the checkpoint's, the position embeddings are resampled, as in open_clip."""
     patch_drop: float = Field(0.0, ge=0, lt=1)
-    """Fraction of an image's patches that training drops at random (FLIP), in timm models that support dropping them.
-    Evaluation uses all patches."""
+    """Fraction of an image's patches that training drops at random (FLIP), in timm models that support dropping them,
+    without `model.pretrained`. Evaluation uses all patches."""
     class_token_only: Literal["auto"] | bool = "auto"
     """Whether the last block computes only the class token, which gives the same feature with 7% fewer FLOPs (in a
     ViT-B/16). `auto` does so on CPUs, for standard vision transformers that pool at the class token; `true` does so on
@@ -566,7 +568,8 @@ class Config(Section):
     """All options of a run, nested as in a recipe.
 
     `neuclip-ds train --help all` prints every option with its default. A config is a pydantic model; an unknown option
-    or an invalid value raises pydantic's `ValidationError`, which is a `ValueError`.
+    or an invalid value raises pydantic's `ValidationError`, which is a `ValueError`. An unknown method, options of
+    another method, and some other conflicts between options of `objective` raise `UserError`.
 
     Example:
         import neuclip_ds

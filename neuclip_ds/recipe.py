@@ -91,7 +91,7 @@ def parse(argv: Sequence[str]) -> Invocation:
 def import_named_plugins(argv: Sequence[str]) -> None:
     """Import the plugins that a command line and its recipe name.
 
-    Raises `UserError` if a plugin cannot be imported, the recipe cannot be read, or the command line cannot be parsed.
+    Raises `UserError` as `load_recipe` does, or if the command line cannot be parsed.
     """
     options = _command_line(argv, ignore_unknown=True)  # the plugins define options
     for plugin in options.get("plugin", []):
@@ -129,7 +129,7 @@ def with_registered_losses(model: type[M]) -> type[M]:
 
 
 def recipe_names() -> list[str]:
-    """Return the names of recipes that can be run; recipes in subfolders are meant only for `include:`."""
+    """Return the names of complete recipes; those in subfolders, for `include:`, set only some options of a run."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
@@ -151,8 +151,8 @@ def recipe_summary(name: str) -> str:
 def load_recipe(name: str, within: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Return a recipe as a tree with its includes merged in; `within` lists the files that include the recipe.
 
-    Also imports the plugins that these files name. Raises `UserError` if a file is missing, invalid or includes itself,
-    or a plugin cannot be imported.
+    Also imports the plugins that the recipe and its includes name. Raises `UserError` if a file is missing, invalid or
+    includes itself, or a plugin cannot be imported.
     """
     path = _find_recipe(name, within[-1].parent if within else None)
     file = path.resolve()

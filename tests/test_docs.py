@@ -41,7 +41,7 @@ SKETCHES = {
     "margin_loss.py",
     "conv_tower.py",
     "hardest_negative.py",
-    "runs/demo/config.yaml",
+    "runs/margin_2/config.yaml",
 }
 # files that a page tells readers to write, a file-name pattern, and a file of open_clip
 NO_FILES = {

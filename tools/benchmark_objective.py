@@ -92,7 +92,8 @@ def measure(rows: int, repeats: int, options: argparse.Namespace) -> dict[str, d
     for own_communicator in communicators.values():
         own_communicator.traffic.clear()
     seconds = in_turns(works, repeats, communicator.barrier)
-    feature_bytes = (communicator.world_size - 1) * rows * dim * dtype.itemsize  # of one modality, from other ranks
+    # of one modality, from other ranks; autocast does not change the dtype in which the peer gathers features
+    feature_bytes = (communicator.world_size - 1) * rows * dim * features.image.itemsize
     received = {PEER: {"features": 2 * feature_bytes, "feature gradients": 2 * feature_bytes}}  # ring algorithms
     for method, own_communicator in communicators.items():
         received[method] = {}
@@ -135,7 +136,7 @@ def main() -> None:
         "--precision",
         choices=["fp32", "bf16"],
         default="fp32",
-        help="precision of the features; in bf16, open_clip's loss runs under autocast (default: fp32)",
+        help="precision in which our losses send features; with bf16, open_clip's loss uses autocast (default: fp32)",
     )
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], default="cpu", help="cuda needs one GPU per rank (default: cpu)"

@@ -173,7 +173,7 @@ def main() -> None:
             optimizer.step()
             scheduler.step()
             loss_fn.lr = optimizer.param_groups[0]["lr"]  # the temperature's learning rate follows the towers'
-        if rank == 0:  # `metrics` also has OpenCLIP's loss of the same batch, for comparing methods
+        if rank == 0:  # to compare methods, `metrics` of most methods also has OpenCLIP's loss of the same batch
             metrics = {"loss": loss.item(), **loss_fn.metrics}
             print(f"epoch {epoch + 1}: " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
     if rank == 0:

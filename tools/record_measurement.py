@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import date
 
-from data_files import MEASUREMENTS, DataFile, Origin, commit, read_data, this_machine, write_data
+from data_files import DEVICES, MEASUREMENTS, DataFile, Origin, commit, read_data, this_machine, write_data
 
 from neuclip_ds.cli.program import exit_on_mistake
 from neuclip_ds.errors import UserError
@@ -40,6 +40,9 @@ def main() -> None:
         command = options.command or shlex.split(file.command)
         if not command:
             raise UserError(f"{options.name}.csv names no command: pass a command after --.")
+        device, _ = this_machine()
+        if device not in DEVICES:
+            raise UserError(f"The pages have no label for {device}: add it to DEVICES in tools/data_files.py.")
         write_data(measured_again(file, command))
         print(f"Wrote {options.name}.csv; to update the pages, run python tools/write_tables.py")
 

@@ -2,7 +2,8 @@
 
 The first call computes the features; with --pixels or --trainer, it writes the towers' inputs instead.
 OUT/results.jsonl receives a line for each completed run, so the same command resumes an interrupted study.
-tools/study/plan.yaml lists the arms (losses with their options) and the stages (groups of runs).
+tools/study/plan.yaml lists the arms (losses with their options) and the stages (groups of runs). With --pixels,
+OUT/results.jsonl must already contain the lines of the stage guided_search, as docs/reference/results.md shows.
 
 Examples:
   python tools/run_study.py /data/flickr8k --stages gate oracles
@@ -104,7 +105,8 @@ def main() -> None:
     parser.add_argument(
         "--figures",
         type=Path,
-        help="folder for figures of the first stage in --stages, which may have at most 20 settings",
+        help="folder for figures of the first stage in --stages, which may have at most 20 settings (an arm and values "
+        "of the options that the stage varies)",
     )
     with exit_on_mistake():
         options = parser.parse(sys.argv[1:])

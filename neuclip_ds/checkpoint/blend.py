@@ -1,9 +1,8 @@
 """Average the weights of models with the same start: a run's start and its result (WiSE-FT), or several runs (soups).
 
-Averages are computed in float64 from float32 weights, after LoRA adapters have been merged, and rounded once.
-Batch-norm statistics are averaged like weights; integers, such as batch norm's count of batches, are taken from the
-last model. The temperature is averaged as log(1/tau), which is CLIP's parameter; the bias of SigLIP's logits is
-averaged as it is.
+Averages are computed in float64, after LoRA adapters have been merged, and rounded once, to float32. Batch-norm
+statistics are averaged like weights; integers, such as batch norm's count of batches, are taken from the last model.
+The temperature is averaged as log(1/tau), which is CLIP's parameter; the bias of SigLIP's logits is averaged as it is.
 """
 
 import math

@@ -9,7 +9,7 @@
     config.yaml, tokenizer/, model/ config, tokenizer and description of the model
 
 A checkpoint is written under `.partial-...`, synced to disk and read back; rank 0 renames it when all ranks are done.
-Checkpoints do not depend on the number of ranks, the ZeRO stage or the precision, so a resumed run may change any
+The format does not depend on the number of ranks, the ZeRO stage or the precision, so a resumed run may change any
 of them. States of random number generators are not saved: the data order and augmentation depend only on (seed, step),
 and dropout only on (seed, step, rank, micro-batch). Loading a checkpoint never runs code from it: no file is a pickle.
 

@@ -91,8 +91,8 @@ def _require_equal_weights(files: StateFiles, engine: Engine) -> None:
         if not torch.equal(saved, placement.within(placement.master).cpu()):
             raise UserError(
                 f"The state in {files.folder} was recovered with weights that differ from those that this run starts "
-                f"from ({placement.name}): set model.pretrained, run.seed and the precision (deepspeed) to the values "
-                "of the run that recovered this state."
+                f"from ({placement.name}): use the pretrained weights (model.*), run.seed and precision (deepspeed) of "
+                "the run that recovered this state."
             )
 
 

@@ -46,8 +46,8 @@ def export_run(
 
     Raises:
         UserError: `folder` is not empty or cannot be written, the checkpoint does not exist, is damaged or lacks the
-            moving average, the format does not support the model, or the run's start cannot be blended with the
-            checkpoint.
+            moving average, the format does not support the model, a package that the format or the model needs is not
+            installed, or the run's start cannot be blended with the checkpoint.
     """
     check_unused(folder)  # before the checkpoint is read
     checkpoint = find_best_checkpoint(path) if best else find_checkpoint(path)

@@ -67,7 +67,7 @@ def open_model(name: str, communicator: Communicator, average: bool = False) -> 
         average: whether to open the moving average of a run's weights (`ema.decay`).
 
     Raises `UserError` if the model does not exist, cannot be downloaded or is not supported; if its files are damaged
-    or inconsistent; if a package that it needs is not installed; or if `average` is true and it has no moving average.
+    or inconsistent; if a package that it needs is not installed; or if `average` is true and no average was saved.
     """
     path = Path(name).expanduser()
     if is_run(path):

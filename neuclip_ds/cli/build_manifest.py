@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--no-checksum",
         action="store_true",
-        help="scan local shards faster: read only their tar headers, and store no checksums",
+        help="scan local shards faster: read only their tar headers and, with --uids, their JSON; store no checksums",
     )
     parser.add_argument(
         "--from-side-files",

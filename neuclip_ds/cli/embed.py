@@ -89,7 +89,7 @@ def main(arguments: Sequence[str]) -> None:
         "--image-size",
         type=int,
         metavar="PIXELS",
-        help="for timm: side length of the images, in pixels (default: the size that the weights were trained with)",
+        help="for timm: side length of the images, in pixels (default: the input size in timm's config, or 224)",
     )
     parser.add_argument(
         "--dtype", choices=("float16", "float32"), default="float16", help="dtype of the features on disk"

@@ -164,6 +164,18 @@ def _results_folder(out: Path | None, name: str, checkpoint: Path | None) -> Pat
     return checkpoint.parent.parent / "evaluation" / Path(name).name
 
 
+def _name_for(saved: SavedModel, folder: Path) -> str:
+    """Return the name under which a folder of scores stores its model.
+
+    In a run's own folder, the name is relative to the run, so that scores stay valid if the run is moved.
+    """
+    if saved.checkpoint is not None:
+        run = saved.checkpoint.parent.parent
+        if run.resolve() in folder.resolve().parents:
+            return saved.name.removeprefix(f"{run}/")
+    return saved.name
+
+
 @dataclass(frozen=True, kw_only=True)
 class _TaskData:
     """The tasks to score, and the pairs of those tasks that are not evaluation sets on disk."""
@@ -188,7 +200,8 @@ def _open_tasks(
 ) -> _TaskData:
     """Open the tasks in --data on all ranks.
 
-    Raises UserError if a task cannot be used, if two tasks have the same name, or if a name in --tasks matches none.
+    Raises UserError if a task cannot be used, if two tasks have the same name, or if --data contains evaluation sets
+    and a name in --tasks matches no set on disk.
 
     Args:
         options: options of the command line.
@@ -223,7 +236,9 @@ def _open_tasks(
 
 
 def score(options: argparse.Namespace, communicator: Communicator) -> str:
-    """Score a model on all unscored tasks; return the summary on rank 0, and an empty string on the other ranks.
+    """Score a model on all tasks without an up-to-date score.
+
+    Returns the summary of all scores in the results folder on rank 0, and an empty string on the other ranks.
 
     Raises UserError if an input is unusable.
     """
@@ -266,7 +281,7 @@ def _score_model(
 
     device = communicator.device
     batch_size = max(1, options.batch_size)
-    identity = {"model": saved.name, "precision": options.precision}
+    identity = {"model": _name_for(saved, folder), "precision": options.precision}
 
     contents: dict[str, str] = {}  # task key -> identity of the data before it is scored; empty except on rank 0
 

@@ -167,14 +167,16 @@ def open_images(
 
     captions = options.captions or ["txt"]
     takes_first = False
+    seed = 0
     for embedding in embeddings:
-        if any(embedding[name] != embeddings[0][name] for name in ("captions", "all_captions")):
+        if any(embedding[name] != embeddings[0][name] for name in ("captions", "all_captions", "seed")):
             raise UserError(
                 "The folders in --features contain features of different captions: run `neuclip-ds embed` with the "
-                "same --captions and --all-captions for all of them."
+                "same --captions, --all-captions and --seed for all of them."
             )
         captions = embedding["captions"]
         takes_first = embedding["all_captions"]
+        seed = embedding["seed"]
     data_options = {"train": options.images, "workers": options.workers, "captions": captions}
     data = validate({"data": data_options}).data
     folder = Path(options.images).expanduser()
@@ -189,7 +191,7 @@ def open_images(
     with tempfile.TemporaryDirectory() as scratch:
         manifest = open_data(options.images, data, communicator, Path(scratch))
     loading = loader_options(data, communicator, manifest)
-    collection = ShardImages(manifest, captions, takes_first, loading.cache)
+    collection = ShardImages(manifest, captions, takes_first, loading.cache, seed)
     return _Images(collection=collection, manifest=manifest, loading=loading)
 
 

@@ -29,7 +29,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--column", default="similarity", help="column with the numbers by which samples are selected")
     parser.add_argument("--min", type=float, help="smallest value to keep")
     parser.add_argument("--max", type=float, help="largest value to keep")
-    parser.add_argument("--top", type=float, help="fraction of samples to keep: those with the largest values")
+    top = "fraction of the column's values to keep, the largest ones; values outside --min and --max are counted too"
+    parser.add_argument("--top", type=float, help=top)
     near = "drop samples whose image has a cosine similarity of COSINE (such as 0.95) or more to that of a kept sample"
     parser.add_argument("--near-duplicates", type=float, metavar="COSINE", help=near)
     parser.add_argument("--uid-column", default="uid", help="column of uids")
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str]) -> None:
     if options.near_duplicates is not None and not 0 < options.near_duplicates <= 1:
         raise UserError(f"--near-duplicates={options.near_duplicates:g} must be a cosine above 0 and at most 1.")
     if options.top is not None and not 0 < options.top <= 1:
-        raise UserError(f"--top={options.top:g} must be above 0 and at most 1: the fraction of samples to keep.")
+        raise UserError(f"--top={options.top:g} must be above 0 and at most 1: the fraction of values to keep.")
     from neuclip_ds.embedding.select import Rule, select  # pyarrow takes a moment to import
 
     refine = []

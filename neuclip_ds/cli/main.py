@@ -33,9 +33,9 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None, command: str = "") -> None:
     """Run the command named by `command` or by the first argument.
 
-    The exit code is 0 (success), 1 (training diverged, or an unexpected error), 2 (a mistake in the input, or another
-    problem that the user can fix), or 128 plus the number of the signal that stopped the command. `--local_rank=N`,
-    which launchers add, is ignored: the rank comes from the environment.
+    The exit code is 0 (success), 1 (training diverged, an unexpected error, or a rank that was killed or lost), 2 (a
+    mistake in the input, or another problem that the user can fix), or 128 plus the number of the signal that stopped
+    the command. `--local_rank=N`, which launchers add, is ignored: the rank comes from the environment.
     """
     if argv is None:
         argv = sys.argv[1:]

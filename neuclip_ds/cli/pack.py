@@ -66,6 +66,7 @@ def main(arguments: Sequence[str]) -> None:
         print(f"{several} several captions: train with --data.captions={sources}.")
     if packed.lost > _MAX_LOST * packed.rows:
         raise UserError(
-            f"The storage failed for the images of {packed.lost:,} of {packed.rows:,} rows; the others are packed. "
-            f"When the storage works again, pack {options.out / RETRY} to another folder, and train on both folders."
+            f"The storage failed for the images of {packed.lost:,} of {packed.rows:,} rows; the other usable rows are "
+            f"packed. When the storage works again, pack {options.out / RETRY} to another folder, and train on both "
+            "folders."
         )

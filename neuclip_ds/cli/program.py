@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 def exit_on_mistake() -> Iterator[None]:
     """Print an error once per node, and exit on every rank: with code 2 for a `UserError`, or 1 if training diverged.
 
-    After a stop signal, print one line and exit with code 128 plus the signal's number.
+    After a stop signal, print one line and exit with code 128 plus the signal's number. Once several ranks have
+    connected, `FailureDetector` reports errors and ends the ranks instead.
     """
     try:
         with raising_interrupted():

@@ -5,7 +5,7 @@ Examples:
   neuclip-ds report runs/demo_openclip runs/demo_fastclip_v3 --out comparison.html
 
 With one run, the command writes RUN/report.html, even while the run trains. With several runs, it writes a page with
-their scores, the options that differ, and a plot of each metric with a curve per run.
+their scores, the options that differ, and plots of the metrics with a curve per run.
 """
 
 from collections.abc import Sequence

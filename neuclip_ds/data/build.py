@@ -1,10 +1,10 @@
 """Build manifests: in memory when a run starts, or on disk with many processes for large datasets.
 
 Indices are assigned in the order of the paths, regardless of the order in which the shards were scanned. After an
-interrupted build on disk, the next build with the same options scans only the shards that have no results yet or whose
-size has changed, even if its list of shards differs. Each group of shards has a JSON file of results, whose name
-begins with a hash of the options, and may have a file of sample tables. Files that were truncated by an interrupted
-write are ignored.
+interrupted build on disk, the next build in the same folder with the same options scans only the shards that have no
+results yet or whose size has changed, even if its list of shards differs; remote shards with results are assumed to be
+unchanged. Each group of shards has a JSON file of results, whose name begins with a hash of the options, and may have a
+file of sample tables. Files that were truncated by an interrupted write are ignored.
 """
 
 import hashlib
@@ -218,13 +218,14 @@ def write_manifest(
     unreadable.unlink(missing_ok=True)
     if failures:
         lines = (json.dumps({"shard": path, "reason": reason}) for path, reason in failures.items())
-        with atomic_write(unreadable) as temporary:
+        with explain_disk(unreadable, RESUME), atomic_write(unreadable) as temporary:
             temporary.write_text("".join(f"{redact(line)}\n" for line in lines), encoding="utf-8")
         log.warning(
             "%d of %d shards cannot be used and are omitted; %s lists them", len(failures), len(paths), unreadable
         )
 
-    write_shards(manifest, folder, locations)  # last, because this makes the folder a manifest
+    with explain_disk(folder, RESUME):
+        write_shards(manifest, folder, locations)  # last, because this makes the folder a manifest
     shutil.rmtree(results)
     used = {location.file for location in locations}
     for path in tables.glob("*"):
@@ -259,7 +260,10 @@ def scan_shards(
         UserError: the results or the tables cannot be written, a shard changed during the scan, or `count_shards`
             raises it.
     """
-    key = hashlib.sha256(f"{_RESULTS_VERSION} {options} {tables is not None}".encode()).hexdigest()[:16]
+    uid_files = [Path(path).stat() for path in options.uids]
+    versions = [(status.st_size, status.st_mtime_ns) for status in uid_files]
+    settings = f"{_RESULTS_VERSION} {options} {versions} {tables is not None}"
+    key = hashlib.sha256(settings.encode()).hexdigest()[:16]
     with explain_disk(results, "choose another folder"):
         (tables or results.parent).mkdir(parents=True, exist_ok=True)
         results.mkdir(mode=0o700, exist_ok=True)  # URLs may contain secrets

@@ -48,7 +48,7 @@ _BLOCK_OF_STAT = 512  # bytes, the unit of `st_blocks`
 class ShardCache:
     """A least-recently-used cache of complete shards and feature files.
 
-    Raises UserError if the folder cannot be used as a cache, or if its disk is smaller than `capacity_bytes`.
+    Raises UserError if the folder cannot be created, or if its disk is smaller than `capacity_bytes`.
 
     Args:
         folder: a folder that only this node uses, on a disk that supports flock. Anyone who can write to the folder can

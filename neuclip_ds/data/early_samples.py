@@ -2,7 +2,7 @@
 
 Otherwise, the first batch would wait for a whole shard of every stream. Each shard that the next batches read is
 fetched in pieces: first the ranges of bytes with their samples, then everything else. Pieces do not overlap, so no byte
-is fetched twice unless a piece fails and the whole shard is fetched instead.
+is fetched twice, unless a piece fails or the shard's checksum differs: the whole shard is then fetched instead.
 """
 
 from __future__ import annotations

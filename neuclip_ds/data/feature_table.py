@@ -142,8 +142,8 @@ class FeatureTable:
             The features (b, d), which are zero in rows without usable features, and the reason for each of these rows.
 
         Raises:
-            UserError: a file has changed, is damaged or cannot be fetched, or a caption is not stored because only one
-                caption of each sample was encoded.
+            UserError: a file has changed or is damaged, `ShardCache.open` raises it, or a caption is not stored because
+                only one caption of each sample was encoded.
             IndexError: an index is not in the dataset, or a crop is not stored.
         """
         indices = index.numpy()
@@ -198,7 +198,7 @@ class FeatureTable:
             stored captions.
 
         Raises:
-            UserError: a file has changed, is damaged or cannot be fetched.
+            UserError: a file has changed or is damaged, or `ShardCache.open` raises it.
         """
         indices = index.numpy()
         drawn = np.zeros(len(indices), dtype=np.int64)

@@ -118,7 +118,7 @@ class Retries:
             if now - self._outage_began >= self._max_outage:
                 message += (
                     f" The storage has failed for {self._max_outage:g} s, the longest time allowed (data.max_outage in "
-                    "a run): check the storage, and start again."
+                    "a run): check the storage (or make room, if the local disk is full), and start again."
                 )
                 raise UserError(message)
         elif self._counts[kind] == _ATTEMPTS.get(kind, 1):
@@ -174,7 +174,10 @@ def _transfer(url: str, part: Path, timeout: float, errors: list[BaseException])
 
 
 def open_remote(url: str, timeout: float, connections: int = 1) -> tuple[Any, str]:
-    """Return the file system of a URL, for up to `connections` simultaneous requests, and the path in it."""
+    """Return the file system of a URL, for up to `connections` simultaneous requests, and the path in it.
+
+    HTTP requests fail after twice `timeout` seconds without progress; other backends have their own timeouts.
+    """
     # a new instance reads credentials again and does not reuse a broken connection
     options: dict[str, Any] = {"skip_instance_cache": True}
     if url.startswith("s3://"):

@@ -40,9 +40,9 @@ def choose_interleave(
 ) -> Interleave:
     """Choose the interleave with the largest window that fits in the nodes' caches.
 
-    The window has up to 8 million samples, or 500,000 per node on more than 16 nodes. If possible, it also fits in the
-    caches of half the nodes, so that the run can resume on half the nodes. A given `streams` or `block` is not changed;
-    if both are given, the cache is not considered.
+    Unless `block` is given, the window has up to 8 million samples, or 500,000 per node on more than 16 nodes. If
+    possible, it also fits in the caches of half the nodes, so that the run can resume on half the nodes. A given
+    `streams` or `block` is not changed; if both are given, the cache is not considered.
 
     Args:
         shards: the number of shards, which limits the number of streams.

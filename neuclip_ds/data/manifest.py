@@ -1,8 +1,9 @@
 """The manifest of a dataset: its shards, and the global index at which each shard starts.
 
-A sample's index is its shard's first index plus its position in the shard; incomplete samples are counted too. A
-manifest with sample tables (neuclip_ds/data/sample_table.py) may list only some samples of each shard. It then
-describes a subset of a larger pool, and only the samples of the subset have indices.
+A sample's index is its shard's first index plus its position among the samples that the manifest lists for the shard.
+These are all samples of the shard, including incomplete ones, unless the manifest was built with `--uids`. It then
+describes a subset of a larger pool in its sample tables (neuclip_ds/data/sample_table.py), and only the samples of the
+subset have indices; a sample that is listed several times has several indices.
 """
 
 import hashlib
@@ -31,7 +32,7 @@ class Shard:
     bytes: int
     n_bad: int = 0  # number of samples known to lack an image or a caption
     crc32: int | None = None  # checksum of the file; None if it was not computed
-    selection: int | None = None  # checksum of the listed samples' positions in the tar; None if all are listed
+    selection: int | None = None  # checksum of the listed samples' positions in the tar; None without --uids
     layout: int | None = None  # checksum of all samples' keys, offsets and sizes; None if they were not read
 
 

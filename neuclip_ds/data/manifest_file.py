@@ -48,7 +48,10 @@ _MAX_SHARD_BYTES = 1 << 40
 
 
 def check_distinct(manifest: Manifest) -> None:
-    """Raise UserError if two shards of a manifest contain the same samples, which would then be counted twice."""
+    """Raise UserError if two shards of a manifest are found to contain the same samples, which would count twice.
+
+    A copy is not found if either shard has no `layout`, or if either shard is remote and either has no checksum.
+    """
     for first, second in _repeats(manifest.shards):
         same = "is listed more than once"
         fix = "list every shard once"
@@ -59,7 +62,7 @@ def check_distinct(manifest: Manifest) -> None:
 
 
 def check_separate(training: Manifest, validation: Manifest) -> None:
-    """Raise UserError if any shard of the validation data is also a shard of the training data."""
+    """Raise UserError if any validation shard is also a training shard; copies are found as in `check_distinct`."""
     shared = [second for _, second in _repeats([*training.shards, *validation.shards])]
     if shared:
         raise UserError(

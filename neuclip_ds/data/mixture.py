@@ -18,7 +18,7 @@ from neuclip_ds.errors import UserError
 
 
 class MixtureOrder:
-    """A sample order for a mixture of sources, with the same interface as `GlobalOrder`.
+    """A sample order for a mixture of sources; its batches are read in the same way as those of `GlobalOrder`.
 
     An epoch has about as many samples as all sources combined, and all batches are full. The order of each source must
     have the mixture's batch size and number of streams; block sizes may differ. `weights` are the relative shares of

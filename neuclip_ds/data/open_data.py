@@ -30,7 +30,7 @@ _SHARDS_FOR_CAPTIONS = 100
 
 
 def resolve(source: str) -> str:
-    """Return the path of a source; if it is a demo split that does not exist yet, render the split first.
+    """Return the path of a source; if it is a demo split that does not exist yet, render the demo dataset first.
 
     Raises UserError if there is no demo split of this name, or if it cannot be rendered.
     """

@@ -21,7 +21,7 @@ from neuclip_ds.data.interleave import Interleave, choose_interleave
 from neuclip_ds.errors import UserError, counted
 
 _ROUNDS = 6
-_BLOCKS_AHEAD = 2  # number of upcoming blocks that a node fetches before their first use
+_BLOCKS_AHEAD = 2  # number of upcoming blocks for whose shards a node's cache must have room
 # how many positions and epochs `resident_bytes` examines
 _EXAMINED_POSITIONS = 1 << 16
 _EXAMINED_EPOCHS = 2
@@ -168,7 +168,8 @@ class GlobalOrder:
     def resident_bytes(self, shard_bytes: ArrayLike, nodes: int = 1) -> int:
         """Estimate the largest total size in bytes of the shards that any node needs at once in the first two epochs.
 
-        A node needs the shards of the current block in each of its streams and of the two blocks that will start next.
+        A node needs the shards of the current block in each of its streams and of the two blocks that will start next
+        (of only one such block if the node has a single stream).
 
         Args:
             shard_bytes: (n_shards,) the size of each shard in bytes.

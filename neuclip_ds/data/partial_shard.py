@@ -82,14 +82,23 @@ class PartialShard:
         first = start // BLOCK
         blocks = -(-len(data) // BLOCK)
         with (self.folder / DATA).open("r+b", buffering=0) as file:
-            os.pwrite(file.fileno(), data, start)
+            _write_at(file.fileno(), data, start)
         with (self.folder / ARRIVED).open("r+b", buffering=0) as file:  # only now may readers read the blocks
-            os.pwrite(file.fileno(), b"\1" * blocks, first)
+            _write_at(file.fileno(), b"\1" * blocks, first)
         with self._mutex:
             self._missing_blocks -= blocks
 
     def _to_range(self, first_block: int, end_block: int) -> Range:
         return first_block * BLOCK, min(end_block * BLOCK, self.size)
+
+
+def _write_at(fd: int, data: bytes, offset: int) -> None:
+    """Write all bytes at an offset; on a disk that is nearly full, `os.pwrite` may write only some of them."""
+    remaining = memoryview(data)
+    while remaining:
+        written = os.pwrite(fd, remaining, offset)
+        remaining = remaining[written:]
+        offset += written
 
 
 def has_arrived(arrived: int, extents: Iterable[tuple[int, int]]) -> bool:

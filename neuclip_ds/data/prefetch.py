@@ -169,7 +169,7 @@ def _samples_of_batch(order: BatchOrder, rows: Sequence[slice], number: int) -> 
 
 
 class Prefetcher(ForkProcess):
-    """A process that fetches shards ahead of training, in order of first use; local rank 0 starts it.
+    """A process that fetches shards ahead of training, in order of first use; the first rank of each node starts it.
 
     A failed fetch is logged, and the readers then retry it through the same cache. The process ends when the `with`
     block or the parent ends, even if the parent is killed. It is forked, as the loader processes are, so that it begins
@@ -178,9 +178,10 @@ class Prefetcher(ForkProcess):
     `requests` is a function that returns the requests of the node's ranks, starting at batch `begin`. Remote shards are
     fetched at most `ahead` batches ahead, and only for batches before `end`; local shards are skipped. A shard's stored
     features in the remote `tables` are fetched before it, because all of its samples need the same file; if
-    `reads_shards` is false, only the features are fetched. If `early_samples` is given, the samples of the next two
-    batches are fetched before the rest of their shards. Enter the `with` block before the readers start: a reader that
-    finds neither a shard nor its first pieces fetches the whole shard itself.
+    `reads_shards` is false, only the features are fetched. If `early_samples` is given, shards that are requested less
+    than two batches before their first use, as at the start, are fetched in pieces, beginning with the samples of these
+    batches. Enter the `with` block before the readers start: a reader that finds neither a shard nor its first pieces
+    fetches the whole shard itself.
     """
 
     def __init__(

@@ -245,7 +245,7 @@ class TarReader:
     def _verify(self, shard: int, members: Iterable[tuple[int, bytes | None, int]]) -> None:
         for member, data, expected in members:
             if data is not None and zlib.crc32(data) != expected:
-                # a replaced shard is a user error, not a bad sample
+                # a shard that was replaced by one with as many samples is a user error, not a bad sample
                 self._check_layout(shard, self._walk_headers(shard))
                 name = self._table(shard).members[member]
                 raise ChecksumError(f"{name} does not match the checksum in the manifest")

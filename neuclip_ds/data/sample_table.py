@@ -206,10 +206,15 @@ class SampleTables:
             yield ((sizes << np.uint64(32)) + crc32)[sizes > 0]
 
     def uids(self) -> Iterator[NDArray[np.uint64]]:
-        """Yield, file by file, the uids that the samples' JSON contains, as (q, 2) arrays of 64-bit words."""
-        for words in self._columns(*_UID):
+        """Yield, file by file, the uids that the samples' JSON contains, as (q, 2) arrays of 64-bit words.
+
+        A sample that the manifest lists several times is counted once.
+        """
+        for ordinals, *words in self._columns("ordinal", *_UID):
             uids = np.stack(words, axis=1)
-            yield uids[uids.any(axis=1)]
+            is_copy = np.zeros(len(uids), dtype=bool)  # copies of a sample are in consecutive rows
+            is_copy[1:] = (ordinals[1:] == ordinals[:-1]) & (uids[1:] == uids[:-1]).all(axis=1)
+            yield uids[uids.any(axis=1) & ~is_copy]
 
     def _columns(self, *names: str) -> Iterator[list[NDArray[np.uint64]]]:
         """Yield, file by file, the given columns as numbers; skip files in which a value is missing."""

@@ -17,7 +17,7 @@ _GLOB = re.compile(r"[*[]")  # in a URL, ? starts the query
 _BETWEEN = "::"
 _LIST = ".txt"
 _TAR = ".tar"
-_RANGE = re.compile(r"\{(-?\d{1,18})\.\.(-?\d{1,18})")
+_RANGE = re.compile(r"\{(-?\d{1,18})\.\.(-?\d{1,18})(?:\.\.(-?\d{1,18}))?")
 _MAX_NAMES = 10_000_000
 
 
@@ -32,10 +32,11 @@ def resolve_shards(source: str) -> list[str]:
     A source is a tar; a folder, whose visible *.tar files (or, if it has none, those in its subfolders) are sorted by
     path; a glob (`/data/*.tar`); a brace pattern (`/data/{00000..00127}.tar`), whose order is kept and which may
     contain globs; a URL that fsspec supports, with or without globs or braces (`s3://bucket/{00000..00127}.tar`); a
-    text file (`shards.txt`) with one source per line; or several sources joined by `::`.
+    text file (`shards.txt`) with one source per line, relative to the working folder; or several sources joined by
+    `::`.
 
-    Raises UserError if `source` names no tar, names a local tar that does not exist, has braces that do not match or
-    that expand to more than 10,000,000 names, or cannot be looked up.
+    Raises UserError if `source` names no tar, names a local tar that does not exist, has braces that do not match,
+    combines numeric ranges into more than 10,000,000 names, or cannot be looked up.
     """
     try:
         return _resolve(source)
@@ -126,7 +127,9 @@ def _matches(pattern: str) -> list[str]:
 
 
 def _braces(pattern: str) -> list[str]:
-    sizes = [abs(int(last) - int(first)) + 1 for first, last in _RANGE.findall(pattern)]
+    sizes = []
+    for first, last, step in _RANGE.findall(pattern):
+        sizes.append(abs(int(last) - int(first)) // max(1, abs(int(step or 1))) + 1)
     if math.prod(sizes) > _MAX_NAMES:
         raise UserError(
             f"{pattern} expands to {math.prod(sizes):,} names, but the limit is {_MAX_NAMES:,}; correct the range."

@@ -58,7 +58,7 @@ class ShardIndex(NamedTuple):
     gaps: list[Extent]  # damaged regions
     split: int = 0  # samples with the key of an earlier sample, for example because a sample's members are not adjacent
     repeated: int = 0  # members that are ignored, because an earlier member of the sample has their extension
-    unreadable: int = 0  # members that are ignored, because they are sparse, or links to other files
+    unreadable: int = 0  # ignored members: sparse files, symbolic links, and hard links that name no earlier member
 
 
 class _Blocks:

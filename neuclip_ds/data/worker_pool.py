@@ -47,7 +47,7 @@ class LoaderOptions:
 
     workers: int = 2  # number of loader processes; 0 loads in this process
     prefetch: int = 4  # batches, or parts of batches, that each worker prepares ahead
-    timeout: float = 300  # seconds to wait for a batch
+    timeout: float = 300  # seconds without a batch and without new data of remote shards until a worker is replaced
     captions: CaptionSources = ("txt",)  # as in `data.captions`
     cache: ShardCache | None = None  # for copies of remote shards
     pin_memory: bool = False  # whether batches from worker processes are in pinned memory

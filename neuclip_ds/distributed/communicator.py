@@ -61,7 +61,10 @@ class Pending:
 
 
 class Communicator:
-    """Collectives over all ranks of a process group. With a single rank, nothing is sent, and the group is optional.
+    """Collectives over all ranks of a process group.
+
+    With a single rank, nothing is sent, the group is optional, and the result of a collective is the input tensor
+    itself or, for `reduce_scatter_among`, a view of it.
 
     Args:
         device: device of the tensors.
@@ -73,8 +76,8 @@ class Communicator:
         rank: rank of this process, 0 <= rank < world_size.
         world_size: number of ranks K.
         device: device of the tensors.
-        collectives_started: number of collectives that this rank has started; ranks that have started more wait for
-            this rank.
+        collectives_started: number of collectives that this rank has started through this object; ranks that have
+            started more wait for this rank. DeepSpeed's collectives are not counted.
     """
 
     def __init__(
@@ -202,7 +205,8 @@ class Communicator:
     def reduce_scatter_among(self, ranks: range, x: Tensor, purpose: str) -> Tensor:
         """Sum x, of shape (len(ranks) b, ...), over consecutive `ranks` that include this rank; return the local rows.
 
-        All ranks must call this method, each with the ranks of its group: one global all-to-all serves every group.
+        All ranks must call this method, each with the ranks of its group, and all groups must have the same size: one
+        global all-to-all serves every group.
         """
         rows_by_rank = dict(zip(ranks, x.chunk(len(ranks)), strict=True))
         local_rows = rows_by_rank.pop(self.rank)

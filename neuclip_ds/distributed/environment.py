@@ -80,6 +80,9 @@ def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
     An srun step uses its first node and a port derived from the job ID. If several ranks run under mpirun, MPI can
     provide a missing address, so nothing is set.
 
+    Call `read_environment` first: it refuses a launcher that does not set the number of ranks, whereas this function
+    would make each of that launcher's ranks a separate run.
+
     Raises `UserError` if another launcher sets no address, if a launcher that sets only PMI_RANK and PMI_SIZE sets no
     local rank, or if the launcher's variables do not describe a rank.
     """

@@ -7,8 +7,8 @@ The first failure is stored in torch's store, which all ranks poll twice a secon
 exits last.
 
 The log also names hung ranks. A rank that stays at the same line of code for 10 minutes publishes how many collectives
-it has started. Ranks that have started fewer collectives than others, or have published nothing, keep the others
-waiting.
+its communicator has started (DeepSpeed's are not counted). Ranks that have started fewer collectives than others, or
+have published nothing, keep the others waiting.
 """
 
 import json

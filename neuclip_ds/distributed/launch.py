@@ -44,16 +44,17 @@ from neuclip_ds.errors import UserError, counted, explained
 
 log = logging.getLogger(__name__)
 
-TIMEOUT = timedelta(minutes=5)  # longest time between the arrivals of the first rank and the last rank
+TIMEOUT = timedelta(minutes=5)  # longest time that rank 0 waits for the other ranks, and that they wait for rank 0
 _COLLECTIVE_LIMIT = timedelta(minutes=30)  # longest wait for another rank in a collective, without `max_outage`
 _FILE_DELAY = 15.0  # longest time in seconds until a network file system shows a file from another node
 _CONNECT_LIMIT = 10.0  # longest time in seconds of one attempt to connect to the store
 _POLL_INTERVAL = 0.1  # seconds between reads of the store
 _STORE_DELAY = 3.0  # longest time in seconds that rank 0 keeps the store open for the ranks to read the verdict
-# options of glibc's `mallopt` (malloc.h), and the largest value that it accepts
+# options of glibc's `mallopt` (malloc.h), and the largest value of its parameter, an int
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
 _LARGEST_REUSED_BLOCK = 2**31 - 1  # bytes
+_LARGEST_THRESHOLD_OF_OLD_GLIBC = 2**25  # bytes
 _MAX_CHANGES = 300  # maximum number of characters with which a message shows a difference between two ranks
 
 _joined: dist.ProcessGroup | None = None  # the process group that `join` has created, until `leave`
@@ -73,7 +74,8 @@ def process_group(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
     Raises:
         UserError: the hostfile does not exist; the launcher's variables are invalid, or incomplete without MPI's help;
             MASTER_PORT is in use, or the store on it contains unreadable entries; or ranks are missing, appear twice,
-            cannot be reached or have no usable GPU, or differ in their devices, library versions, code or task.
+            cannot be reached or have no usable GPU, or differ in their world size, devices, library versions, code or
+            task.
     """
     refuse_missing_hostfile()
     before = os.environ.copy()
@@ -245,13 +247,15 @@ def reuse_freed_memory() -> None:
 
     By default, glibc maps each block of more than 32 MB from the kernel and returns it when it is freed. Each new
     tensor then takes a page fault per 4 KB, in which the kernel zeroes the page. Blocks of 2 GB or more are still
-    returned. Settings in the environment (`MALLOC_MMAP_THRESHOLD_`, `GLIBC_TUNABLES` and so on) take precedence.
+    returned. Old versions of glibc, such as 2.33, refuse a threshold above 32 MiB, so they still return larger blocks.
+    Settings in the environment (`MALLOC_MMAP_THRESHOLD_`, `GLIBC_TUNABLES` and so on) take precedence.
     """
     is_set_by_user = any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ)
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if is_set_by_user or set_option is None:
         return
-    set_option(_MMAP_THRESHOLD, _LARGEST_REUSED_BLOCK)
+    if not set_option(_MMAP_THRESHOLD, _LARGEST_REUSED_BLOCK):
+        set_option(_MMAP_THRESHOLD, _LARGEST_THRESHOLD_OF_OLD_GLIBC)
     set_option(_TRIM_THRESHOLD, _LARGEST_REUSED_BLOCK)
 
 
@@ -304,8 +308,8 @@ def open_store(rank: int, timeout: timedelta = TIMEOUT, serve: bool = True) -> d
         if is_server:
             problem = "cannot listen"
             fix = (
-                "that no other run uses the port, or choose another port (the launcher's --master_port, or MASTER_PORT "
-                "under srun or mpirun)"
+                "that this is an address of rank 0's machine and that no other run uses the port, or choose another "
+                "port (the launcher's --master_port, or MASTER_PORT under srun or mpirun)"
             )
         else:
             problem = f"waited {timeout.total_seconds():.0f} s for rank 0"
@@ -491,7 +495,8 @@ def _compare(store: dist.Store, world_size: int, timeout: timedelta) -> _Verdict
         if former is not None and not _torchrun_serves():  # torchrun may have restarted the rank
             return verdict(
                 f"Two processes are rank {rank}, on {former.host} and {arrival.host}: give each node a different "
-                "--node_rank."
+                "--node_rank, and each run a different port (the launcher's --master_port, or MASTER_PORT under srun "
+                "or mpirun)."
             )
         first = first or arrival
         difference = _find_difference(first, arrival)

@@ -32,7 +32,7 @@ class Collection(Protocol):
         """Return the name of an image: its key in a shard, or its path within the folder."""
 
     def read(self, index: int) -> CaptionedImage:
-        """Read an image; raise OSError if it is missing or cannot be read, or UserError if its shard has changed."""
+        """Read an image; raise OSError if it is missing or cannot be read, or UserError as in `TarReader.read`."""
 
 
 class ShardImages:
@@ -42,16 +42,23 @@ class ShardImages:
         manifest: the shards.
         captions: sources of captions, as in `data.captions`.
         takes_first: whether an image's caption is the first of its captions. Otherwise, it is the one that training
-            draws in epoch 0 with seed 0, whose features `neuclip-ds embed` stores by default.
+            draws in epoch 0, whose features `neuclip-ds embed` stores by default.
         cache: cache for remote shards.
+        seed: seed of the draw.
     """
 
     def __init__(
-        self, manifest: Manifest, captions: Sequence[str], takes_first: bool = False, cache: ShardCache | None = None
+        self,
+        manifest: Manifest,
+        captions: Sequence[str],
+        takes_first: bool = False,
+        cache: ShardCache | None = None,
+        seed: int = 0,
     ) -> None:
         self._n = manifest.n
         self._captions = Captions(captions)
         self._takes_first = takes_first
+        self._seed = seed
         self._reader = TarReader(manifest, self._captions.extensions, cache)
 
     def __len__(self) -> int:
@@ -67,7 +74,7 @@ class ShardImages:
         if self._takes_first:
             caption = next(iter(self._captions.all_captions(raw.texts)), None)
         else:
-            (number,) = caption_numbers(0, 0, index).tolist()
+            (number,) = caption_numbers(self._seed, 0, index).tolist()
             drawn = self._captions.draw(raw.texts, number)
             caption = None if drawn is None else drawn.text
         return CaptionedImage(image=raw.image, caption=caption)

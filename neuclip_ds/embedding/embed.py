@@ -4,6 +4,8 @@
     OUT/part-00000012.safetensors       features of the samples in shard 12 (neuclip_ds/data/feature_parts.py)
     OUT/part-00000012.parquet           index, key, uid and, for joint features, similarity of these samples
 
+The similarity is that of a sample's first stored view and first stored caption.
+
 Whenever a rank is free, it takes the next shard, and no rank waits for the others before the end. A shard's features
 depend neither on other shards nor on the number of ranks, so a restarted job writes only the missing parts. The table
 of a part is written last, so that a part with a table is complete.
@@ -230,7 +232,8 @@ def embed(
 
     The encoders must not run collectives, because the number of calls differs between ranks; they get at most
     `batch_size` images or captions at once. Raises UserError if the folder contains features from a different job or
-    cannot be written, a shard differs from the manifest, a feature is not finite, or loader processes die repeatedly.
+    cannot be written, a shard differs from the manifest, a feature is not finite, or as in `WorkerPool.run`. Errors
+    after the folder has been opened are raised only on the rank where they occur.
     """
     written_before = set(communicator.on_rank_zero(lambda: parts.create(manifest)))
     missing = []

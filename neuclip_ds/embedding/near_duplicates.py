@@ -32,9 +32,10 @@ def drop_near_duplicates(
     `threshold`. Writes a CSV file with a line for each dropped sample to `list_path`: its uid, the uid of a near sample
     that was kept before it, and their cosine similarity. The kept sample is the nearest one in earlier chunks or, if no
     sample there is near, in the same chunk. Features that are not normalized, such as those of a single encoder, are
-    normalized for the comparison. All n features stay in memory, in their stored dtype; chunks of `chunk` samples are
-    compared at once. Raises UserError if a folder contains no image features or cannot be read, if the widths of
-    features differ, or if `list_path` cannot be written.
+    normalized for the comparison. The host's memory holds two copies of the n features, in their stored dtype, and the
+    GPU's memory (or the host's, without a GPU) another one; chunks of `chunk` samples are compared at once. Raises
+    UserError if a folder contains no image features or cannot be read, if the widths of features differ, or if
+    `list_path` cannot be written.
     """
     row_of_uid = {}
     for row, (high, low) in enumerate(uids.tolist()):

@@ -29,7 +29,8 @@ from neuclip_ds.evaluation.sets import PLACEHOLDER
 
 log = logging.getLogger(__name__)
 
-_REPRODUCED = 0.99  # minimum cosine similarity of a stored feature to the model's; features in bfloat16 are above it
+# minimum cosine similarity of a stored feature to the model's; features of a model in bfloat16 are above it
+_REPRODUCED = 0.99
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,7 @@ class Features:
     values: NDArray[np.floating]  # (n, d), float16 or float32
 
     def nearest(self, query: Tensor, count: int) -> list[Match]:
-        """Return up to `count` matches with the largest cosine similarities to a (d,) query, largest first."""
+        """Return the up to `count` matches that are most similar to an L2-normalized (d,) query, the best one first."""
         from usearch.index import MetricKind, search  # an optional package
 
         count = min(count, len(self.index))
@@ -227,7 +228,7 @@ def encode_collection(
         report: function that is called with the number of images done and the total number of images.
 
     Raises:
-        UserError: no image can be read and decoded, or a shard differs from its manifest.
+        UserError: no image can be read and decoded, a shard differs from its manifest, or as in `WorkerPool.run`.
     """
     assert encoders.image is not None and encoders.text is not None and encoders.tokenize is not None
     images: list[Tensor] = []

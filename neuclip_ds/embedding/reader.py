@@ -95,7 +95,7 @@ class RowReader:
         self._uids = TarReader(manifest, (JSON,), options.cache)
 
     def __call__(self, block: Block) -> BlockSamples:
-        """Read a block's samples; raise UserError if the shard does not match the manifest.
+        """Read a block's samples; raise UserError as in `SampleReader.read`, such as for a shard that has changed.
 
         If the shard cannot be read, the result contains no samples, and `unreadable` is set.
         """

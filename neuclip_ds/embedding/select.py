@@ -63,8 +63,9 @@ def select(
     A rule with `top` needs about 25 bytes of memory per row, and each kept uid takes 56 bytes. Sources are parquet
     files, or folders that contain parquet files at any depth. `out` and the files in `within` are .npy files of pairs
     of 64-bit words (dtype `u8,u8`). Only uids that are in every `within` file are kept, and `refine` may drop more.
-    Raises UserError if a source contains no parquet files, if a file cannot be read or lacks a column, if `column` is
-    not numeric, if a file in `within` is not sorted, if no uid remains before `refine`, or if `out` cannot be written.
+    Raises UserError if a source contains no parquet files, if a file cannot be read, if the first file lacks a column
+    (where another file lacks one, its values count as missing), if `column` is not numeric, if a file in `within` is
+    not sorted, if no uid remains before `refine`, if `refine` raises it, or if `out` cannot be written.
     """
     files: list[Path] = []
     for source in sources:

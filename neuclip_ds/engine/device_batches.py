@@ -1,9 +1,10 @@
 """Copy batches to the device while the towers compute.
 
-On a GPU, copies run on a side stream, from pinned memory, so that neither the host nor the computation waits for them.
-The next batch is fetched after a step has been launched, so a late batch delays only its own step. The host holds the
-pixels, and each micro-batch is copied while the previous one is processed, even across passes and steps. On a CPU, rows
-are copied only to join the chunks of a micro-batch, and a batch is fetched when its step begins.
+On a GPU, copies run on a side stream, from pinned memory, so that they overlap the computation and the host does not
+wait for them. The next batch is fetched after a step's backward pass has been launched, so that the wait for a batch
+overlaps this pass. The host holds the pixels, and each micro-batch is copied while the previous one is processed, even
+across passes and steps. On a CPU, rows are copied only to join the chunks of a micro-batch, and a batch is fetched when
+its step begins.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class DeviceBatches(Iterator["DeviceBatch"]):
         return self._fetch() if prefetched is None else prefetched
 
     def prefetch(self) -> None:
-        """On a GPU, fetch the next batch and start copying it; call this after a step has been launched.
+        """On a GPU, fetch the next batch and start copying it; call this after the backward pass has been launched.
 
         If fetching fails or no batches are left, the exception is raised at the step that needs the batch.
         """
@@ -147,7 +148,7 @@ class DeviceBatch:
 
     @property
     def waited(self) -> float:
-        """Seconds that the step waited for the batch; on a GPU, the time until the previous step ends is excluded."""
+        """Seconds of waiting for the batch; if it was prefetched, only those after the previous backward pass."""
         if self.device_wait is None:
             return self.host_seconds
         launched, fetched = self.device_wait

@@ -30,7 +30,10 @@ def towers_dtype(engine: dict[str, Any]) -> torch.dtype:
 def require_precision(engine: dict[str, Any], name: str) -> None:
     """Raise `UserError` if this device cannot run towers in the precision of the DeepSpeed config called `name`."""
     accelerator = get_accelerator()
-    if precision(engine) == "bf16" and not accelerator.is_bf16_supported():
+    is_supported = accelerator.is_bf16_supported()
+    if accelerator.device_name() == "cuda":  # DeepSpeed's accelerator counts slow emulation as support
+        is_supported = torch.cuda.is_bf16_supported(including_emulation=False)
+    if precision(engine) == "bf16" and not is_supported:
         raise UserError(
             f"deepspeed={name} runs the towers in bf16, which this device ({accelerator.device_name()}) does not "
             "support: use deepspeed=zero1_fp32."

@@ -29,7 +29,10 @@ from neuclip_ds.models.trained_parts import learning_rate_scales
 
 
 def check_engine_config(engine_config: dict[str, Any], name: str) -> None:
-    """Raise `UserError` if DeepSpeed rejects the config called `name`; a process group is not needed."""
+    """Raise `UserError` if DeepSpeed cannot parse the config called `name`; a process group is not needed.
+
+    DeepSpeed reports some conflicts between options only when the engine starts.
+    """
     one_rank = {**engine_config, "train_batch_size": engine_config["train_micro_batch_size_per_gpu"]}
     try:
         DeepSpeedConfig(copy.deepcopy(one_rank))

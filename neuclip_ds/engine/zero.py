@@ -31,7 +31,8 @@ class Wrapper(Enum):
 
     NONE = ""  # the optimizer alone: float32 without ZeRO
     UNFUSED = "FP16_UnfusedOptimizer"  # bf16 without ZeRO: every rank has all float32 masters
-    BF16 = "BF16_Optimizer"  # ZeRO 1 in bf16: float32 gradients of all parameters in one buffer, masters partitioned
+    # ZeRO 1 in bf16 with float32 gradients, without offload: one gradient buffer per group, masters partitioned
+    BF16 = "BF16_Optimizer"
     ZERO_1_2 = "DeepSpeedZeroOptimizer"
     ZERO_3 = "DeepSpeedZeroOptimizer_Stage3"
 

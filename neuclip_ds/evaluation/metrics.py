@@ -113,8 +113,9 @@ class ClassAccumulator:
     def add(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Add a batch of (n, C) scores and (n,) int64 labels.
 
-        Ties are resolved in expectation, and a sample with a NaN score is not predicted as any class. Returns two (n,)
-        float64 tensors: the probabilities that the label is predicted first and that it is among the first five.
+        Ties are resolved in expectation. A NaN score counts as higher than the label's, and no class is predicted first
+        for a sample with a NaN score. Returns two (n,) float64 tensors: the probabilities that the label is predicted
+        first and that it is among the first five.
         """
         label_score = scores.gather(1, labels[:, None])
         ahead = (~(scores <= label_score)).sum(dim=1)

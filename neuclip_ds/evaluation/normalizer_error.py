@@ -84,8 +84,8 @@ def normalizer_error(
 
     All ranks must have the same number of batches, with the same shapes. Every `parts_per_batch` consecutive
     `anchor_batches` are this rank's part of one batch of the training batch size; over all ranks, `all_batches` contain
-    every training sample once. Logits are computed for `chunk` anchors at a time. Raises UserError if there are no
-    anchors, or fewer than two valid samples.
+    every training sample once. Logits are computed for `chunk` anchors at a time. Raises UserError if `anchor_batches`
+    is empty, or if there are fewer than two valid samples.
 
     Returns:
         Metrics, equal on all ranks: `normalizer_mse`, the mean of `normalizer_mse_image` and `normalizer_mse_text`;

@@ -1,8 +1,9 @@
 """Scores on disk in the layout of DataComp's evaluation, averages over tasks, and a summary in Markdown.
 
 `eval_results.jsonl` contains one line per task, {"key": ..., "dataset": ..., "metrics": {..., "main_metric": ...}},
-appended when the task is done. `model.json` identifies the model, so that scores of different models are never mixed. A
-line may also have a "data" field, which identifies the set and its files; DataComp's own files lack this field.
+appended when the task is done. `model.json` contains the model's name and precision; a folder with scores of another
+name or precision is refused. A line may also have a "data" field, which identifies the set and its files; DataComp's
+own files lack this field.
 """
 
 import json
@@ -31,7 +32,7 @@ class Average(NamedTuple):
 class Results:
     """The scores of one model, stored in a folder.
 
-    `metrics` maps task keys to the tasks' latest metrics, and `data` maps task keys to the hashes that identify their
+    `metrics` maps task keys to the tasks' latest metrics, and `data` maps task keys to the strings that identify their
     sets, or to None if unknown. Raises `UserError` if the folder contains scores of another model or precision, or
     scores that cannot be read, or if the folder cannot be written.
     """
@@ -63,7 +64,10 @@ class Results:
             temporary.write_text(json.dumps(model, indent=2) + "\n", encoding="utf-8")
 
     def add(self, task: Task, metrics: Metrics, data: str | None = None) -> None:
-        """Append a task's line; `data`, if given, is a hash that identifies the set and its files."""
+        """Append a task's line; `data`, if given, is a string that identifies the set and its files.
+
+        Raises UserError if the line cannot be written.
+        """
         self.metrics[task.key] = metrics
         self.data[task.key] = data
         line = {"key": task.key, "dataset": task.name, "metrics": metrics}

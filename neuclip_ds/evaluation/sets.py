@@ -2,7 +2,7 @@
 
     SET/classnames.txt  zeroshot_classification_templates.txt    prompts for labeled sets
     SET/dataset_type.txt                                         `retrieval` for captioned sets, otherwise absent
-    SET/test/nshards.txt  0.tar  1.tar ...                       samples KEY.jpg (png, webp), KEY.cls, KEY.txt ...
+    SET/test/nshards.txt  0.tar  1.tar ...                       samples KEY.jpg (jpeg, png, webp), KEY.cls, KEY.txt ...
 
     SET/red_fox/a.jpg  SET/red_fox/more/b.png  SET/wolf/1.webp   one folder per class, as in torchvision's ImageFolder
     SET/classnames.txt  zeroshot_classification_templates.txt    optional: names in the folders' order (by number if all
@@ -110,7 +110,7 @@ class EvaluationSet:
         return self.templates[template].replace(PLACEHOLDER, self.class_names[label])
 
     def fingerprint(self) -> str:
-        """Return a string that changes if files are added, removed or written; raise the same errors as `files`.
+        """Return a string that changes if local files are added, removed or written; raise the same errors as `files`.
 
         The string depends on the names, sizes and modification times of the files. Only a table is read, to find the
         images that it lists.
@@ -251,7 +251,7 @@ def _open_images(path: Path) -> EvaluationSet:
     """Open a set with one image folder per class.
 
     Raises UserError if classnames.txt does not match the folders, if a folder's name is not UTF-8, and as in
-    `_imagenet_prompts`.
+    `_read_lines` and `_imagenet_prompts`.
     """
     folders = _class_folders(path)
     images_of_folder = {folder: files_below(folder, _IMAGE_SUFFIXES) for folder in folders}
@@ -397,9 +397,9 @@ def _open_pairs(path: Path) -> EvaluationSet:
 
 
 def _read_lines(path: Path) -> tuple[str, ...]:
-    """Return the stripped lines of a file, some of which may be blank; raise UserError if it is missing or empty.
+    """Return the stripped lines of a file; raise UserError if the file is missing, empty or not UTF-8.
 
-    A blank line is a class without a name, as in CLEVR Distance.
+    A blank line is a class without a name, as in CLEVR Distance; blank lines at the end are omitted.
     """
     if not path.is_file():
         raise UserError(f"{path} is missing; {LAYOUT}.")

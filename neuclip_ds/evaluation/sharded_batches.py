@@ -1,4 +1,4 @@
-"""Batches of an evaluation set, sharded over the ranks so that exactly one rank processes each sample.
+"""Batches of an evaluation set, sharded over the ranks so that each sample is a valid row on exactly one rank.
 
 A global batch contains up to `world_size * size` samples of the set; rank r takes samples r, r + world_size, and so on.
 All ranks finish after the same batch, without counting the samples first, so models that run collectives (ZeRO 3) can

@@ -27,7 +27,7 @@ Metrics = dict[str, float | None]
 def open_task_set(task: Task, path: Path) -> EvaluationSet:
     """Open the set of a task, with its prompts, if any.
 
-    Raises UserError if a file is missing or malformed, or if the set is of a different kind.
+    Raises UserError if a file is missing or malformed, or if a set for classification or retrieval is of another kind.
     """
     openers = {"classification": open_labeled, "retrieval": open_captioned, "winogavil": open_shards}
     return openers[task.kind](path)
@@ -36,8 +36,9 @@ def open_task_set(task: Task, path: Path) -> EvaluationSet:
 def measure(task: Task, folder: Path, encoder: BatchEncoder) -> Metrics:
     """Return a task's metrics on the set in `folder`, equal on all ranks.
 
-    `main_metric` is the task's score, and `chance` is the score of random choices, if known. Raises UserError on all
-    ranks if the data is incomplete or broken.
+    `main_metric` is the task's score, and `chance` is the expected score of random choices. Both are None for a
+    WinoGAViL set without instances of 10 to 12 images. Raises UserError on all ranks if the data is incomplete or
+    broken.
     """
     evaluation_set = encoder.communicator.on_every_rank(lambda: open_task_set(task, folder))
     metrics: Metrics
@@ -92,7 +93,7 @@ def _classification_metrics(
 
 
 def _group_accuracies(rule: GroupRule, groups: GroupAccumulator) -> Metrics:
-    """Return the accuracy and size of every group that occurs, and the average and worst accuracy.
+    """Return the accuracy and size of every group that occurs, the accuracy over all samples, and the worst accuracy.
 
     WILDS omits FMoW's region "Other" by name. DataComp's sets lack group names, so its scores and ours include it.
     """

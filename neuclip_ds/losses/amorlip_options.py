@@ -46,8 +46,9 @@ class AmortizedConfig(Section):
     nets are fitted (`combined`, released code)."""
 
 
-# The schedule of tau is from the README's script, which also sets positive_weight=1e-3 and encoder_normalizer=combined;
-# all other settings are the paper's.
+# The schedule of tau and previous_epochs=16 are from the README's script, and gather=every_step is from the released
+# code; the other settings that the paper publishes are the paper's. The script also sets positive_weight=1e-3 and
+# encoder_normalizer=combined.
 METHODS = {
     "amorlip": Method(
         builder="amorlip.amorlip",

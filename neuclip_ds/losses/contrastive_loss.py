@@ -81,8 +81,8 @@ class ContrastiveLoss(nn.Module):
 
     Attributes:
         lr: current learning rate of the encoders. The learning rates of the temperature and of SigLIP's bias (with
-            `temperature.schedule=encoder`) and of the prototypes (with `npn.order=joint`) follow it. Set `lr` after
-            each scheduler step: `loss_fn.lr = scheduler.get_last_lr()[0]`.
+            `temperature.schedule=encoder`) and of the prototypes (with `npn.order=joint`) follow it. Set `lr` before
+            each training call (with `begin`, before `begin`): `loss_fn.lr = scheduler.get_last_lr()[0]`.
         scaler: the training loop's `torch.amp.GradScaler`, if any. With a scaler, the loss reverts the state updates of
             a call whose step the scaler skipped, and accepts features that are not finite.
         validates: whether calls check their arguments.
@@ -141,17 +141,20 @@ class ContrastiveLoss(nn.Module):
             undo: whether to keep a copy of the state (except the per-sample statistics), so that `undo()` can revert
                 the last training call. With a `scaler`, the copy is always kept.
             validate: whether to check the arguments of each call on all ranks. This costs one small collective and, on
-                a GPU, one host synchronization per call. Calls with `pending` skip this check; `begin` checks its
-                arguments on each rank alone. Without validation, all ranks must pass the same number of rows.
+                a GPU, one host synchronization per call, and one more for each reference or teacher whose features are
+                on the GPU. Calls with `pending` skip this check; `begin` checks its arguments on each rank alone.
+                Without validation, all ranks must pass the same number of rows.
             device: initial device of the loss's state. A call without `pending` moves the state to the features'
                 device. `begin` does not move it, so if you use `begin`, set this to the features' device.
             dtype: initial dtype of similarities, losses and state. A call without `pending` changes it to float64 for
                 features in float64, and to float32 for other features.
             spare_row: whether each table of per-sample statistics has an extra row, which calls without `index` use. If
                 there is no such row, pass `index` in every call.
-            encoder_temperature: tau at step 0 if neither the options nor the method's defaults set it. Only `gcl`,
-                `tuneclip` and losses from outside the package have no default. For encoders from a pretrained
-                checkpoint, pass the checkpoint's temperature as the option `temperature={"initial": tau}`.
+            encoder_temperature: tau at step 0 if neither the options nor the method's defaults set it, or if the option
+                `temperature={"initial": None}` clears the default. Only `gcl`, `tuneclip` and losses that
+                `register_loss` added have no default; a loss that is passed as a function has that of `openclip`, 0.07.
+                For encoders from a pretrained checkpoint, pass the checkpoint's temperature as the option
+                `temperature={"initial": tau}`.
             encoder_bias: SigLIP's bias at step 0 if you pass `siglip={"bias": None}`; without this option, the bias is
                 -10. For encoders from a pretrained checkpoint, pass the checkpoint's bias as `siglip={"bias": bias}`.
             options: options of the method, as under `objective:` in a recipe, such as `temperature={"rho": 6.5}` or
@@ -283,7 +286,8 @@ class ContrastiveLoss(nn.Module):
     def abandon(self) -> None:
         """Discard the batch that `begin` started; call this if an exception occurs before the loss is called.
 
-        All ranks must call this method.
+        All ranks must call this method, each after the same calls of the batch's methods: ranks that have sent features
+        wait for those that have not.
         """
         self._pending = None
         self._next_undo = None
@@ -326,10 +330,11 @@ class ContrastiveLoss(nn.Module):
             ValueError: with `validate=True` and without `pending`, on all ranks, any rank's arguments are invalid, the
                 options require a reference model or a teacher and any rank's call lacks its features, the number of
                 teachers does not match `distill.temperature`, or ranks differ in training mode, in the dtype of the
-                features or in the stored features' number or width; or the rank or the world size has changed since the
-                first training call.
+                features or in the stored features' number or width; with `validate=False`, only on the rank concerned,
+                required stored features are missing, stored features have the wrong shape, or the number of teachers
+                does not match; or the rank or the world size has changed since the first training call.
             UserError: fewer than two rows of the global batch are valid, the method cannot use a reference model or a
-                teacher, or only some calls of `neuclip_queue` pass a reference.
+                teacher, or calls of `neuclip_queue` differ in the width of their reference or in whether they pass one.
             RuntimeError: activation checkpointing repeats the call, which would update the loss's state twice;
                 `pending` is not the batch of the last `begin` or is missing after a `begin`, its features are
                 incomplete, or another optional argument is passed with it; or `begin` was called in a different mode,
@@ -419,10 +424,10 @@ class ContrastiveLoss(nn.Module):
 
     @property
     def temperature(self) -> float:
-        """Current temperature tau; with individual temperatures, their mean over the last batch.
+        """Current temperature tau; with individual temperatures, their mean over the batch of the last call.
 
-        Before the first batch, individual temperatures have their initial value. The value has no meaning for a custom
-        loss that has no temperature.
+        The mean is that before the call's update. Before the first call, even after `load`, the initial value is
+        returned instead. For a custom loss that has no temperature, the value has no meaning.
         """
         tau = trained_temperature(self.function.replicated_state())
         if tau is not None:
@@ -444,7 +449,8 @@ class ContrastiveLoss(nn.Module):
 
         g_i is the mean of exp((s_ij - s_ii)/tau) over the training set's other samples j; TuneCLIP applies its hinge to
         s_ij - s_ii. OpenCLIP estimates g_i from the batch alone. The similarities of a reference are subtracted from
-        s_ij and s_ii. All ranks must call this method, with the same number of rows. Arguments are as in `forward`.
+        s_ij and s_ii. All ranks must call this method, with the same number of rows. Arguments are as in `forward`, but
+        they are not checked; the features must be on the device of the loss's state, and `index` in host memory.
 
         Returns:
             (2, b) estimates for images and texts, -inf where the method has no estimate.
@@ -554,8 +560,8 @@ class ContrastiveLoss(nn.Module):
     def save(self, folder: Path | str) -> None:
         """Write the state of all ranks to a folder that any number of ranks can `load`. All ranks must call `save`.
 
-        An interrupted `save` leaves a folder that `load` refuses, even if the folder contained an earlier state: save
-        to a new folder each time.
+        The folder must be in a file system that all ranks share. An interrupted `save` leaves a folder that `load`
+        refuses, even if the folder contained an earlier state: save to a new folder each time.
         """
         self._undo_if_scaler_skipped()
         folder = Path(folder)
@@ -577,7 +583,7 @@ class ContrastiveLoss(nn.Module):
         self._communicator.barrier()
 
     def load(self, folder: Path | str) -> None:
-        """Read the state that `save` wrote; the number of ranks may differ.
+        """Read the state that `save` wrote; the number of ranks may differ. All ranks must call `load`.
 
         Raises:
             UserError: the folder is incomplete or cannot be read, or was saved with a different `method`, `dim`,
@@ -663,7 +669,7 @@ class ContrastiveLoss(nn.Module):
         self.function: LossFunction = build_function(self._builder, self._config, context)
 
     def _begin(self, index: Tensor, valid: Tensor, training: bool, position: Position | None) -> PendingBatch:
-        """Send the indices of a batch; if `training`, and if `undo` is enabled, prepare to revert the state updates."""
+        """Send the indices of a batch; if `training`, and with `undo` or a scaler, prepare to revert state updates."""
         self._undo_if_scaler_skipped()
         if training:
             self._undo = None

@@ -201,7 +201,7 @@ class GatheredFeatures:
         width: number d of columns that receive gradients; the columns of a reference model may follow them.
         size: number of valid rows, B.
         total: number of valid rows on all ranks: B, or more if this object contains only one rank's rows.
-        comm_dtype: dtype in which the rows were sent, and in which they are exactly representable.
+        comm_dtype: dtype in which the rows are exactly representable, such as the dtype in which they were sent.
         statistics: reads of the samples' statistics, by name (`Stateful.begin_reads`).
         reference: stored features of the reference model; None without one.
         teachers: stored features of each teacher; empty without distillation.
@@ -312,8 +312,8 @@ class GatheredFeatures:
         if self.size < 2:
             raise UserError(
                 f"Step {step + 1}: only {self.size} of the batch's {len(self.padded_index)} samples can be used, but a "
-                "contrastive loss needs two. In a run, bad_samples.jsonl names the causes: fix the shards. In your own "
-                "training loop, pass batches with at least two valid rows."
+                "contrastive loss needs two. In a run, warnings in the log name unusable samples and causes: fix the "
+                "shards. In your own training loop, pass batches with at least two valid rows."
             )
 
     def gather(self, values: Tensor, purpose: str) -> Tensor:
@@ -322,7 +322,7 @@ class GatheredFeatures:
         return self.compact_all(self._communicator.all_gather(padded, purpose)).T.contiguous()
 
     def minus_mean(self, rows: Tensor, purpose: str) -> Tensor:
-        """Return the (2, local, d) rows of this rank's anchors minus their mean over the anchors of all ranks."""
+        """Return this rank's (2, local, d) rows minus, for each modality, their mean over the anchors of all ranks."""
         total = self._communicator.all_reduce(rows.sum(dim=1, keepdim=True), purpose)
         return rows - total / self.size
 

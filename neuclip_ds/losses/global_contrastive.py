@@ -317,7 +317,7 @@ class GlobalTemperatureRule:
             if not context.samples:
                 raise UserError(
                     "temperature.rule=learned sets eps to 1/(n-1), where n is the number of training "
-                    "samples, which is unknown: pass samples=n to ContrastiveLoss, or use rule=robust."
+                    "samples, which is unknown: pass samples=n to ContrastiveLoss or, with neuclip, use rule=robust."
                 )
             others = max(1, context.samples - 1)
             return cls(

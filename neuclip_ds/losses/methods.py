@@ -1,8 +1,8 @@
 """The table of methods. Importing this module does not import torch, because `--help` reads the table.
 
 A method's row is in the options file of its paper, such as `fastclip_options.py`. The file next to it, such as
-`fastclip.py`, contains the equations, the estimator and the function that builds the loss. `register_loss` in
-plugins.py adds a row for a loss that is not in this package.
+`fastclip.py`, contains the equations, the function that builds the loss and, if the method has its own, the estimator.
+`register_loss` in plugins.py adds a row for a loss that is not in this package.
 """
 
 import difflib
@@ -47,10 +47,11 @@ def method_sections() -> list[str]:
 
 
 def reads_option(method: Method, option: str) -> bool:
-    """Return whether a method accepts a dotted option, such as `objective.npn.lr`.
+    """Return False for a dotted option that only other methods read, such as `objective.npn.lr` for `openclip`.
 
-    The result is False only for the sections and options of other methods (`method_sections`). It is True for shared
-    options, even for those that the method ignores, such as `objective.eps` for `openclip`.
+    These are the sections and options of other methods (`method_sections`). The result is True for all shared options,
+    even for those that the method ignores, such as `objective.eps` for `openclip`, or rejects, such as
+    `objective.temperature.rule` for `openclip`.
     """
     parts = option.split(".")
     if parts[0] != "objective":

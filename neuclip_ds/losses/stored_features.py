@@ -64,7 +64,7 @@ class GatheredStored:
     text: Tensor
     """(B, D) text features"""
     comm_dtype: torch.dtype
-    """Dtype in which the rows were sent, and in which they are exactly representable."""
+    """Dtype in which the rows are exactly representable; for stored features, the dtype in which they were sent."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,8 @@ def build_dual_encoder(
         text: the text tower of `model.text.pretrained`; by default, CLIP's text transformer with random weights.
 
     Raises:
-        UserError: a tower cannot be built or does not support an option in the config.
+        UserError: a tower cannot be built, `trainable=frozen` would freeze a random projection, or as in
+            `apply_common_options`.
     """
     vision = new_vision_tower(config.vision, config.embed_dim, image_weights)
     if text is None:
@@ -64,8 +65,9 @@ def apply_common_options(model: DualEncoder, config: ModelConfig) -> DualEncoder
     compute_class_token_only(model.vision, config.vision.class_token_only)
     if config.text.packed is True and model.text.pack is None:
         raise UserError(
-            "model.text.packed=true needs a causal text tower that pools at one token and has no attention dropout; "
-            f"{type(model.text.trunk).__name__} needs padded captions: omit model.text.packed."
+            "model.text.packed=true needs a text transformer of CLIP, MetaCLIP 2 or open_clip that is causal, is "
+            f"pooled at EOS and has no attention dropout; {type(model.text.trunk).__name__} needs padded captions: "
+            "omit model.text.packed."
         )
     model.text.packed = config.text.packed
     for name in TOWERS:

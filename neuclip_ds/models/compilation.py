@@ -1,7 +1,7 @@
 """Compile the towers with torch.compile, block by block or as a whole.
 
-Blocks with the same structure share one compiled graph, so compiling takes seconds per kind of block instead of minutes
-per tower. Modules and parameters keep their names.
+Blocks with the same structure and constants share one compiled graph, so compiling takes seconds per kind of block
+instead of minutes per tower. Modules and parameters keep their names.
 """
 
 import logging

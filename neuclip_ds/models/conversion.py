@@ -351,7 +351,10 @@ def write_transformers(model: LibraryModel, folder: Path) -> None:
 
 
 def write_open_clip(model: LibraryModel, folder: Path) -> None:
-    """Write the config, weights and tokenizer in files that open_clip can load with `local-dir:`."""
+    """Write the config, weights and tokenizer in files that open_clip can load with `local-dir:`.
+
+    If the model's text encoder is a local folder, open_clip must run in `folder` (see `with_own_encoder`).
+    """
     with torch.device("meta"):
         expected = architecture(model.config, str(folder)).state_dict()
     weights = import_open_clip().model.convert_to_custom_text_state_dict(model.weights)

@@ -274,9 +274,9 @@ def _open_clip_text_encoder(towers: TrainedTowers) -> tuple[dict[str, Any], dict
     elif tower.pooling not in poolers:
         problem = f"model.text.pooling={tower.pooling}"
     elif Path(name).expanduser().exists() or name.count("/") > 1 or name.startswith(("~", ".", "/")):
-        problem = f"the text encoder in the folder {Path(name).name}: open_clip's config can name only hub encoders"
+        problem = f"the text encoder in the folder {Path(name).name}: the exported config must name a hub encoder"
     elif tokenizer.pad_token_id is None or tokenizer.pad_token_id != config.pad_token_id:
-        problem = "a tokenizer whose padding token differs from pad_token_id in config.json"
+        problem = "a tokenizer whose padding token is missing or differs from pad_token_id in config.json"
     if problem:
         raise UserError(f"open_clip cannot express {problem}. Instead, {_ANY_MODEL}.")
     names = {_TEXT: "text.transformer.", "text.projection.": "text.proj."}

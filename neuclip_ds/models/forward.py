@@ -50,8 +50,8 @@ class ReplacedForward:
 def replace_forward(module: nn.Module, replace: Replace) -> None:
     """Replace a module's forward method with `replace(method)`; the method may itself be a replacement.
 
-    Modules of the same class share one function if `replace` returns the same function for equal arguments. Copies of
-    the module keep the replacement, even copies made by pickling.
+    Modules of the same class share one function if `replace` returns the same function for equal arguments. Deep copies
+    of the module keep the replacement, even copies made by pickling.
     """
     current: Any = module.forward
     if isinstance(current, ReplacedForward):

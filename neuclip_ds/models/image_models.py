@@ -25,8 +25,8 @@ _FIX_OF_WEIGHTS = "pass weights of this model (in model.vision.pretrained, or in
 def new_vision_tower(config: VisionConfig, embed_dim: int, weights: Mapping[str, Tensor] | None = None) -> VisionTower:
     """Build an image tower from a timm model, followed by the projection that the config names.
 
-    Models with attention pooling (CLIP's ResNets) instead use the pooling layer's projection, which has a bias (Radford
-    et al. 2021, sec. 2.4).
+    Models whose head is 2-dimensional attention pooling (CLIP's ResNets) instead use the projection in that head, which
+    has a bias (Radford et al. 2021, sec. 2.4).
 
     Args:
         config: name and options of the timm model.
@@ -218,7 +218,7 @@ def names_by_image_size(name: str) -> dict[int, str]:
 class ImageWeights:
     """Location of an image tower's weights, and its preprocessing; can be sent to other ranks (with `asdict`)."""
 
-    path: str  # the weights file
+    path: str  # the weights file; empty if only the preprocessing is needed
     mean: Channels  # per channel, of the pixels that the weights were trained on
     std: Channels
     squash: bool = False  # as in `Preprocessing`
@@ -269,12 +269,14 @@ def _download(vision: VisionConfig, pretrained_cfg: Any, setting: str, file_sett
         raise UserError(f"{setting} names neither a file nor a tag of timm's {vision.name}: {fix}.")
     if not pretrained_cfg.hf_hub_id:
         raise UserError(
-            f"timm's {tagged} is not on the hub: download {pretrained_cfg.url}, and pass the file as {file_setting}."
+            f"timm's {tagged} is not on the hub: download {pretrained_cfg.url}, and pass the file as {file_setting} (a "
+            "file gets the preprocessing of timm's default weights)."
         )
     file = pretrained_cfg.hf_hub_filename or "model.safetensors"
     with explained(
         f"{setting} names no local file, and timm's {tagged} cannot be downloaded from the hub",
         f"download {file} from {pretrained_cfg.hf_hub_id} on a machine with network access, and pass it as "
-        f"{file_setting}, or copy the repository into the hub's cache (HF_HOME)",
+        f"{file_setting} (a file gets the preprocessing of timm's default weights), or copy the repository into this "
+        "machine's hub cache (HF_HOME/hub)",
     ):
         return Path(snapshot_download(pretrained_cfg.hf_hub_id, allow_patterns=[file])) / file

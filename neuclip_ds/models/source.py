@@ -36,8 +36,8 @@ from neuclip_ds.models.trained_parts import merge_adapters
 if TYPE_CHECKING:
     from neuclip_ds.models.pretrained.text_encoder import TextEncoderSource
 
-# file with the model config of an earlier run, in the model folder of a run that started from the earlier one; the
-# earlier run's tokenizer is in the same folder
+# file with the model config of an earlier run without `model.pretrained`, in the model folder of each run that started
+# from it, directly or through other runs; the earlier run's tokenizer is in the same folder
 ARCHITECTURE = "architecture.json"
 TEXT_ENCODER = "text"  # folder of a pretrained text encoder's files, without weights, in a run's model folder
 INITIAL_LOGITS = LogitParameters(temperature=0.07, bias=-10.0)  # initial values of CLIP's temperature and SigLIP's bias
@@ -48,7 +48,7 @@ class FromConfig(ModelSource):
 
     Args:
         config: the model config.
-        image: pretrained weights of the image tower, if any.
+        image: pretrained weights of the image tower, if any; with an empty path, only its preprocessing.
         text: the pretrained text encoder, if any.
         tokenizer: folder or name of an earlier run's tokenizer, if the model uses it.
     """

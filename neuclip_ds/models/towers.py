@@ -1,7 +1,8 @@
 """CLIP's dual encoder: two towers, each an encoder from any library and a projection to the joint embedding space.
 
-The model does not compute a loss. The temperature is a float32 parameter of the objective, outside DeepSpeed's engine,
-because ZeRO supports neither 0-dimensional parameters nor parameters used outside their module's forward pass.
+The model does not compute a loss. The temperature belongs to the objective, in float32 and outside DeepSpeed's engine,
+because DeepSpeed does not support 0-dimensional parameters, and ZeRO 3 does not gather a parameter that is used outside
+the model's forward pass.
 """
 
 from abc import ABC, abstractmethod

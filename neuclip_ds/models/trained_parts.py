@@ -112,8 +112,9 @@ def lock_projection(tower: nn.Module, name: str) -> None:
         if isinstance(projection, nn.Linear):
             fix = f"model.embed_dim={projection.in_features}"
         raise UserError(
-            f"model.{name}.trainable=frozen would freeze the random projection of the {name} tower: set "
-            f"model.{name}.trainable=projection to train it, or {fix}, which makes the projection the identity."
+            f"model.{name}.trainable=frozen (the default with LoRA) would freeze the random projection of the {name} "
+            f"tower: to train the projection, set model.{name}.trainable=projection (0 with LoRA, or if the trunk "
+            f"contains the projection); otherwise, set {fix}, which makes a separate projection the identity."
         )
     nn.init.eye_(projection.weight)
 

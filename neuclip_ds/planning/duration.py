@@ -50,12 +50,13 @@ def read_speed(run: Path, config: Config) -> MeasuredSpeed:
                 "of this run."
             )
     steps, speeds = series.get("samples_per_second", ([], []))
-    if not steps or steps[-1] < FEWEST_STEPS:
+    finite_speeds = [speed for speed in speeds if math.isfinite(speed)]  # NaN in the first step of a launch
+    if not finite_speeds or steps[-1] < FEWEST_STEPS:
         raise UserError(
             f"The run in --measured={run} logged too few steps: pass a run of at least {FEWEST_STEPS} steps, for "
             f"example one with --max-steps={2 * FEWEST_STEPS} --run.log-every=1."
         )
-    values = np.array(speeds[math.floor(_WARM_UP_SHARE * len(speeds)) :])
+    values = np.array(finite_speeds[math.floor(_WARM_UP_SHARE * len(finite_speeds)) :])
     middle = float(np.median(values))
     with explained(f"{run}/environment.json cannot be read", "pass another run"):
         ranks = int(json.loads((run / "environment.json").read_text(encoding="utf-8"))["ranks"])

@@ -187,10 +187,10 @@ class EngineMemory:
     gradients: int
     freed_gradients: int  # the part of `gradients` that a backward pass creates and the step frees
     frees_after_pass: bool  # whether `freed_gradients` are freed after each backward pass, not in the step
-    optimizer: int  # float32 masters and moments, and the moving average
+    optimizer: int  # float32 masters and moments, and the moving average; a transfer buffer if they are offloaded
     working: int  # during the forward and backward passes: a gradient bucket and gathered weights
-    step: int  # from the last gradient to the end of the update: a copy of gradients for the reduction or the step
-    host: int  # optimizer state and gradients if they are offloaded
+    step: int  # from the last gradient to the end of the update: copies of gradients, or the updates of `lean_zero1`
+    host: int  # if the optimizer is offloaded: its state, and copies of gradients and weights
 
 
 def engine_memory(
@@ -341,7 +341,7 @@ def smallest_that_fits(query: MemoryQuery, towers: Towers, gigabytes: float) -> 
         lean_zero1 = query.config.optimizer.lean_zero1 and name == "zero1_bf16"
         optimizer = query.config.optimizer.model_copy(update={"lean_zero1": lean_zero1})
         candidate = replace(query, config=query.config.model_copy(update={"deepspeed": name, "optimizer": optimizer}))
-        with suppress(UserError):  # this stage does not support this many micro-batches
+        with suppress(UserError):  # this config does not support the number of micro-batches, or model.compile
             estimate = account(candidate, towers)
             if estimate.fits(gigabytes):
                 return name, estimate

@@ -6,7 +6,7 @@ Overlap is the communication time during which the rank also computes; "others" 
 waiting for the GPU). A rank that reaches a collective early waits for the last rank, and this wait counts as
 communication. The last rank does not wait, so a collective's shortest duration on any rank is its transfer time.
 
-`breakdown` returns the content of breakdown.json:
+`breakdown` returns the content of breakdown.json without its labels (method, ZeRO stage, device, torch version):
 
     steps, world_size     number of profiled steps, number of ranks
     seconds               for each of COLUMNS: mean and standard deviation over the steps of the mean over the ranks

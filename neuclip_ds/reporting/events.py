@@ -35,7 +35,7 @@ class Event(NamedTuple):
 class EventLog:
     """One rank's events. On rank 0, `add` writes to FOLDER/events.jsonl, and `merge` adds the other ranks' events.
 
-    A failure to write is only logged.
+    If `add` or `merge` cannot write the file, this is only logged; `resume` raises `OSError`.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:

@@ -18,7 +18,7 @@ def configure_logging(rank: int, log_file: Path | None = None) -> None:
     """Send log messages and Python warnings to stderr and, on rank 0, append them to `log_file`.
 
     Rank 0 logs INFO for this package and WARNING for other packages; other ranks log WARNING, as `[rank r] ...`.
-    Without `log_file`, rank 0 also keeps the messages in memory, and the next call with a `log_file` writes them there.
+    Without `log_file`, rank 0 also keeps the messages in memory; the next call with a `log_file` writes them there.
     Each call replaces the handlers of the previous one.
     """
     root = logging.getLogger()
@@ -35,7 +35,7 @@ def configure_logging(rank: int, log_file: Path | None = None) -> None:
         handler.name = __name__
         handler.setFormatter(_Redacting(layout))
     for handler in previous_handlers:
-        if log_file is not None and isinstance(handler, MemoryHandler):
+        if isinstance(handler, MemoryHandler):
             handler.setTarget(handlers[-1])
             handler.flush()
         root.removeHandler(handler)

@@ -142,7 +142,7 @@ def score_lines(results: Mapping[str, float]) -> Iterator[str]:
 
 
 def drop_from(path: Path, first_step: int) -> None:
-    """Drop the records with step >= first_step, replacing the file atomically."""
+    """Drop the records with step >= first_step, and all damaged lines, replacing the file atomically."""
     partial = path.with_suffix(".jsonl.partial")
     with partial.open("w", encoding="utf-8", newline="\n") as kept:
         kept.writelines(line for line, record in records(path, "step") if record["step"] < first_step)

@@ -88,7 +88,7 @@ def write_report(run: Path) -> Path:
         *_environment(run),
         f"<h2>Config</h2><pre>{html.escape(config_text)}</pre>",
     ]
-    title = f"{run.name}: {options.get('objective.method')}"
+    title = f"{run.resolve().name}: {options.get('objective.method')}"
     page = _PAGE.substitute(
         title=html.escape(title),
         scores="\n".join([*_progress(series, launches, run), *_scores(series, options.get("data.val")), *_blends(run)]),
@@ -104,7 +104,7 @@ def write_report(run: Path) -> Path:
 
 
 def write_comparison(runs: Sequence[Path], path: Path) -> None:
-    """Write a page that compares runs: scores, options that differ, and a plot of each metric with a curve per run.
+    """Write a page that compares runs: durations, scores, options that differ, and plots with a curve per run.
 
     Raises `UserError` if the same folder is listed twice, or if a run has no metrics.jsonl or a missing or damaged
     config.yaml, and `OSError` if the page cannot be written.

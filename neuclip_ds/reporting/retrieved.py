@@ -3,7 +3,7 @@
     {"step": 100, "queries": [{"caption": "...", "index": 5,
                                "images": [{"index": 7, "score": 0.31, "picture": "data:image/jpeg;base64,..."}]}]}
 
-`index` is a sample's index in the manifest; the image with the caption's index is the right one.
+`index` is a sample's index in the manifest of the held-out pairs; the image with the caption's index is the right one.
 """
 
 import html

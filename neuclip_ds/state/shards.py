@@ -45,7 +45,7 @@ def shard_key(kind: str, name: str, start: int, stop: int) -> str:
 
 
 def replicated_shards(kind: str, tensors: Mapping[str, Tensor]) -> Shards:
-    """Return the state shards of tensors that are equal on all ranks; only rank 0 writes these shards."""
+    """Return the state shards of tensors that are equal on all ranks, for rank 0's file; call this only on rank 0."""
     return {f"{kind}/{name}/{_REPLICATED}": tensor for name, tensor in tensors.items()}
 
 

@@ -150,8 +150,8 @@ def _check_reference(checkpoint: Path, recovered: Mapping[str, Any], data: Mappi
 def gamma_epoch_offset(config: Config) -> int:
     """Return how many epochs of gamma's schedule to skip: gamma's initial value, 1, would overwrite the recovered u."""
     recovery = config.recovery
-    if "statistics" in recovery.restore and keeps_u(config.objective.method):
-        return int(recovery.epochs)
+    if recovery.epochs and "statistics" in recovery.restore and keeps_u(config.objective.method):
+        return max(1, int(recovery.epochs))
     return 0
 
 

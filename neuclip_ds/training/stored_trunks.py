@@ -101,10 +101,10 @@ def check_trunk_outputs(
         if name == IMAGE:
             options = "model.vision.image_size, mean and std"
             values = embedding.get("preprocessing"), preprocessing.to_json()
-            settings[options] = *values, "--image-size; MODEL determines the other values"
+            settings[options] = *values, "--image-size, only for timm:NAME; MODEL determines the other values"
         else:
             lengths = embedding.get("context_length"), tokenizer.context_length
-            settings["model.text.context_length"] = *lengths, "--context-length"
+            settings["model.text.context_length"] = *lengths, "--context-length, only for hf:NAME"
             settings["model.text.pooling"] = embedding.get("pooling"), getattr(tower, "pooling", None), "--pooling"
         for option, (of_table, of_run, of_embed) in settings.items():
             if of_table != of_run:

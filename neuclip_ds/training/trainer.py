@@ -104,6 +104,9 @@ _THROUGHPUT_STEPS = 50  # recent steps over which the throughput is measured
 def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = ()) -> None:
     """Train and evaluate a model, and write all results to the run's folder.
 
+    On several ranks, an error that occurs after the ranks have connected ends all processes (`FailureDetector`) instead
+    of being raised to the caller.
+
     Args:
         config: the config of the run.
         environment: the environment of this rank.
@@ -229,7 +232,7 @@ class RunContext:
     """Parts of the towers that torch.compile compiles."""
     fingerprint: Fingerprint
     checkpoint_extras: Mapping[str, bytes]
-    """Files to add to each checkpoint: the config, tokenizer and model description, by name."""
+    """Files to add to each checkpoint: the config, tokenizer and model description, by name; empty except on rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

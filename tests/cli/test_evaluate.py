@@ -119,6 +119,10 @@ def test_scores_are_the_same_during_a_run_and_on_one_or_two_ranks(tmp_path: Path
     for name, way in directions.items():
         for k in (1, 5, 10):
             assert scores["val"][f"{name}_recall@{k}"] == pytest.approx(during[-1][f"{way}_recall@{k}"], abs=1e-12)
+    (tmp_path / "runs").rename(tmp_path / "moved")
+    moved = call("tools/evaluate.py", "moved/run", *options, folder=tmp_path)
+    assert moved.stderr.count("already scored in") == len(scores)
+    (tmp_path / "moved").rename(tmp_path / "runs")
     call("tools/evaluate.py", "runs/run", *options, "--out=two", folder=tmp_path, ranks=2)
     on_two_ranks = lines_of(tmp_path / "two")
     assert on_two_ranks.keys() == scores.keys()

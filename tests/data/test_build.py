@@ -326,6 +326,22 @@ def test_uids_that_occur_twice_are_counted_with_an_example(tmp_path, caplog, sel
     assert uids[1] in caplog.text
 
 
+def test_a_sample_whose_uid_is_listed_twice_is_no_repeat(tmp_path, caplog):
+    folder, uids = uid_shards(tmp_path / "pool", [3])
+    options = ScanOptions(uids=(write_uids(tmp_path / "a.npy", [uids[1], uids[1], uids[2]]),))
+    assert write_manifest(tmp_path / "m", paths_of(folder), Worker(), options).n == 3
+    assert "have the uid of an earlier sample" not in caplog.text
+
+
+def test_an_interrupted_build_with_uids_scans_again_after_these_have_changed(tmp_path):
+    folder, uids = uid_shards(tmp_path / "pool", [3, 3, 3])
+    options = ScanOptions(uids=(write_uids(tmp_path / "a.npy", uids[:1]),))
+    with pytest.raises(KeyboardInterrupt), Worker() as worker:
+        write_manifest(tmp_path / "m", paths_of(folder), worker, options, on_progress=interrupt_after(1))
+    write_uids(tmp_path / "a.npy", uids[:2])
+    assert write_manifest(tmp_path / "m", paths_of(folder), Worker(), options).n == 2
+
+
 WORD = st.integers(0, 3) | st.integers(2**64 - 3, 2**64 - 1)
 OTHERS = ("uids.npz", "floats.npy", "numbers.npy")
 WORDS = st.lists(st.tuples(WORD, WORD), max_size=12)

@@ -1,6 +1,7 @@
 """Check that the first batches' samples arrive before their shards, no byte arrives twice, and failures are handled."""
 
 import logging
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -242,6 +243,18 @@ def test_a_begun_shard_that_training_has_passed_leaves_the_cache(remote: Remote)
 def test_shards_without_sample_tables_are_not_fetched_in_pieces(remote: Remote) -> None:
     without_tables = Manifest(remote.manifest.shards)
     assert early_samples(remote.cache, without_tables, ("txt",), remote.order, [slice(0, BATCH)]) is None
+
+
+def test_bytes_that_a_full_disk_did_not_take_at_once_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_all = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: write_all(fd, data[:1000], offset))
+    shard = PartialShard("s3://a", 5000, tmp_path, lock=None)
+    for start, end in shard.claim(0, 5000):
+        shard.write(start, b"x" * (end - start))
+    assert shard.is_complete
+    assert (shard.folder / "data").read_bytes() == b"x" * 5000
 
 
 @settings(max_examples=50, deadline=None)

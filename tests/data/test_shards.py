@@ -69,6 +69,7 @@ def test_lists_and_several_sources(folder, tmp_path):
 
 def test_urls_are_remote_and_their_braces_are_expanded():
     assert resolve_shards("s3://bucket/a/{00..02}.tar") == [f"s3://bucket/a/0{i}.tar" for i in range(3)]
+    assert len(resolve_shards("s3://bucket/{0..20000000..10000}.tar")) == 2001
     assert resolve_shards("https://host/a.tar?x=1&y=2") == ["https://host/a.tar?x=1&y=2"]
     assert all(is_local(path) for path in ("/a", "a/b.tar", "./c:d.tar"))
     assert not any(is_local(path) for path in ("s3://b/c", "hf://x"))

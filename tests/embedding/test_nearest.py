@@ -113,9 +113,10 @@ def test_the_caption_that_is_shown_is_the_one_that_embed_encodes(tmp_path: Path)
     pairs = {index: {"jpg": jpeg(index), "txt": lines} for index in range(8)}
     folder = write_pairs(tmp_path / "shards", [8], replace=pairs)
     manifest = build_manifest([str(folder / "00000.tar")], processes=1)
-    for all_captions in (False, True):
-        read = stored(tmp_path / f"{all_captions}", manifest, captions=["txt:lines"], all_captions=all_captions)
-        collection = ShardImages(manifest, ["txt:lines"], takes_first=all_captions)
+    for all_captions, seed in ((False, 0), (False, 1), (True, 0)):
+        folder = tmp_path / f"{all_captions}_{seed}"
+        read = stored(folder, manifest, captions=["txt:lines"], all_captions=all_captions, seed=seed)
+        collection = ShardImages(manifest, ["txt:lines"], takes_first=all_captions, seed=seed)
         captions = [collection.read(index).caption or "" for index in range(8)]
         assert np.allclose(read.captions.values, encode_captions(tokenize(captions)), atol=1e-6)
         assert len(set(captions)) == (1 if all_captions else 3)

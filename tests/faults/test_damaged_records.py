@@ -99,7 +99,7 @@ def test_a_run_continues_if_the_best_evaluation_cannot_be_recorded(stopped: Path
     assert newest_checkpoint(runs).name == "step_000000006"
     events = [json.loads(line) for line in (runs / "run" / "events.jsonl").read_text().splitlines()]
     assert events[-1]["kind"] == "save_failed"
-    assert "is not recorded as the best" in events[-1]["message"]
+    assert "step 6 is not recorded as the best" in events[-1]["message"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Check the plans that `--dry-run` prints for the recipes, and its errors for invalid hostfiles and data."""
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -149,6 +150,8 @@ def write_measured(folder: Path, steps: int, options: Sequence[str]) -> Path:
     lines = []
     for step in range(1, steps + 1):
         speed = 10.0 if step < steps / 2 else 1000.0
+        if step == steps - 2:  # as in the first step after a rollback
+            speed = math.nan
         lines.append(json.dumps({"step": step, "samples_per_second": speed}))
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     (folder / "environment.json").write_text('{"ranks": 2}')

@@ -42,6 +42,16 @@ def test_rank_zero_writes_console_and_file_once_however_often_configured(capsys,
         assert [line.split()[-1] for line in lines] == ["before", "hello"]
 
 
+def test_messages_before_the_file_is_known_are_written_to_it(capsys, tmp_path):
+    configure_logging(0)
+    ours.info("first")
+    configure_logging(0)
+    ours.info("second")
+    configure_logging(0, tmp_path / "log.txt")
+    for text in (capsys.readouterr().err, (tmp_path / "log.txt").read_text()):
+        assert [line.split()[-1] for line in text.splitlines()] == ["first", "second"]
+
+
 def test_other_ranks_log_warnings_only_with_their_rank(capsys, tmp_path):
     configure_logging(3, tmp_path / "log.txt")
     ours.info("quiet")

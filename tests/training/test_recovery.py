@@ -110,6 +110,7 @@ def test_other_weights_are_refused(shards: str, tmp_path: Path) -> None:
         ([f"--recovery.reuse={tmp_path}/absent"], "contains no complete checkpoint"),
         (["--recovery.epochs=0"], "set recovery.epochs to its value in the reused run"),
         (["--run.seed=1"], "was recovered with weights that differ"),
+        (["--objective.epoch_steps=5"], "objective.epoch_steps cannot be combined with recovered statistics"),
         (["--objective.temperature.initial=0.06"], "contains u at the temperature 0.05, but this run starts at 0.06"),
         (["--optimizer.name=lion"], "contains moments of optimizer.name=adamw"),
     ):

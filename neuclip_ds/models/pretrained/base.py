@@ -175,7 +175,7 @@ class ModelSource(ABC):
 def read_start_hash(folder: Path) -> str | None:
     """Return the hash that `ModelSource.save` wrote, or None if the run has none.
 
-    Runs without `model.pretrained` and runs of earlier versions have none.
+    Runs without `model.pretrained` and runs of earlier versions have none. Raises `UserError` as in `read_json`.
     """
     start_hash: str | None = read_json(folder / START_FILE).get(_START_HASH)
     return start_hash

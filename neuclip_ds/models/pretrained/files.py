@@ -144,6 +144,6 @@ def download(name: str, patterns: Sequence[str], setting: str = "") -> Path:
     with explained(
         f"{setting}{name} is not a local folder and cannot be downloaded from the hub",
         f"download the repository on a machine with network access and pass its folder{form}, or copy the repository "
-        "into the hub's cache (HF_HOME)",
+        "into this machine's hub cache (HF_HOME/hub)",
     ):
         return Path(snapshot_download(name, allow_patterns=list(patterns)))

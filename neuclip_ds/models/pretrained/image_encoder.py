@@ -90,7 +90,7 @@ def _read_folder(folder: Path, image_size: int | None) -> ImageEncoderRef:
     config = read_json(folder / "config.json")
     weights = first_file(folder, _WEIGHTS)
     if weights is None:
-        raise UserError(f"{folder} contains no weights; put {_WEIGHTS[0]} there.")
+        raise UserError(f"{folder} contains no weights; put {_WEIGHTS[0]} (or {_WEIGHTS[1]}) there.")
     with explained(f"{folder / 'config.json'} is not a config of timm", "save the model with timm's save_for_hf"):
         pretrained_cfg = config.get("pretrained_cfg", config)
         return ImageEncoderRef(

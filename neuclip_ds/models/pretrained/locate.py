@@ -1,6 +1,7 @@
 """Open the pretrained dual encoder given by `model.pretrained` (a local folder, a hub name, or `open_clip:...`).
 
-A run calls `locate` on rank 0 and then `open_checkpoint` on all ranks, so that only rank 0 downloads files.
+A run calls `locate` on rank 0 and then `open_checkpoint` on all ranks, so that only rank 0 downloads the checkpoint. If
+open_clip's config names a text encoder or tokenizer on the hub, every rank loads its small files from there.
 """
 
 from collections.abc import Callable, Sequence

@@ -47,7 +47,8 @@ from neuclip_ds.models.tokenizer import (
 from neuclip_ds.models.towers import DualEncoder, TextTower, VisionTower
 
 CONFIG_FILE = "open_clip_config.json"
-WEIGHT_PATTERNS = ("open_clip*.safetensors", "open_clip*.bin")  # only the first that matches is downloaded
+# only the first that matches is downloaded
+WEIGHT_PATTERNS = ("open_clip*.safetensors", "open_clip*.bin", "model.safetensors")
 _WEIGHTS = (
     "open_clip_model.safetensors",
     "open_clip_pytorch_model.safetensors",
@@ -105,8 +106,8 @@ def locate_by_name(name: str, weights: bool) -> CheckpointRef:
     source = str(tag_config.get("hf_hub", "")).rstrip("/") or tag_config.get("url")
     with explained(
         f"open_clip:{name} is not in the local cache and could not be downloaded",
-        f"download {source} on a machine with network access, and pass the file of weights as "
-        f"open_clip:{architecture}/FILE, or the folder of a complete repository",
+        f"download {source} on a machine with network access, and pass the folder of a complete repository or, if the "
+        f"weights use OpenAI's image preprocessing, their file as open_clip:{architecture}/FILE",
     ):
         return CheckpointRef("open_clip", str(open_clip.download_pretrained(tag_config)), name)
 
@@ -346,7 +347,8 @@ def clip_bpe(context_length: int) -> CaptionTokenizer:
 def to_transformers_tokenizer(tokenizer: Any) -> Any:
     """Convert an open_clip tokenizer to a transformers tokenizer with the same ids, except for padding.
 
-    For CLIP's BPE, captions must first be cleaned as in `clean_caption`.
+    Captions must first be cleaned as open_clip does: for CLIP's BPE, as in `clean_caption`. The `strip_sep_token` and
+    `tokenizer_mode` options of open_clip's configs are lost.
     """
     inner = getattr(tokenizer, "tokenizer", None)
     if inner is not None:
@@ -384,9 +386,9 @@ def _use_own_encoder(config: dict[str, Any], folder: Path) -> None:
 
 
 def _read_configs(ref: CheckpointRef) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a checkpoint's `model_cfg` and `preprocess_cfg`.
+    """Return a checkpoint's `model_cfg` and `preprocess_cfg`, which is empty (OpenAI's) for ARCHITECTURE/FILE.
 
-    Raises UserError if its config file is missing or has no `model_cfg`.
+    Raises UserError if a folder's config file is missing or has no `model_cfg`.
     """
     if not ref.name:
         content = read_json(Path(ref.path) / CONFIG_FILE)

@@ -1,4 +1,4 @@
-"""Resample learned position embeddings to another image size or context length, with the same results as open_clip.
+"""Resample learned position embeddings to another image size or context length, by the same methods as open_clip.
 
 Embeddings of image patches are resampled by antialiased bicubic interpolation, and embeddings of tokens by linear
 interpolation. Embeddings that precede the embeddings of patches, such as the class token's, are unchanged.

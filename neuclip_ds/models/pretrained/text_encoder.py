@@ -198,7 +198,8 @@ def open_text_encoder(
     Args:
         folder: folder with the encoder's files.
         pooling: pooling of the hidden states; by default, the one in the folder's sentence-transformers config.
-        context_length: maximum number of tokens per caption; by default, the smallest limit in the folder's configs.
+        context_length: maximum number of tokens per caption; by default, the smallest limit in the folder's configs, or
+            1,000,000 if they set none.
 
     Raises:
         UserError: neither `pooling` nor the folder gives a supported pooling; the encoder takes fewer tokens than
@@ -313,8 +314,9 @@ def _read_config(folder: Path) -> tuple[Any, Any]:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     if hasattr(config, "vision_config"):
         raise UserError(
-            f"The model in {folder} encodes images too: for a run, pass it as model.pretrained instead of "
-            "model.text.pretrained; for `neuclip-ds embed`, omit `hf:` from MODEL."
+            f"The model in {folder} encodes images too: use a text encoder or, if it is a dual encoder such as CLIP, "
+            "pass it as model.pretrained instead of model.text.pretrained (in a run), or without `hf:` (as MODEL of "
+            "`neuclip-ds embed`)."
         )
     has_text_encoder = type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING
     if config.is_encoder_decoder and not has_text_encoder:

@@ -146,8 +146,8 @@ class TransformersCheckpoint(ModelSource):
         caption_tokenizer = CaptionTokenizer(tokenizer, text.max_position_embeddings)
         if caption_tokenizer.pad_id is None:
             raise UserError(
-                f"The tokenizer in {self._folder} has no padding token, so it is not the model's: put the model's "
-                "tokenizer files there."
+                f"The tokenizer in {self._folder} has no padding, EOS or SEP token, so it is not the model's: put the "
+                "model's tokenizer files there."
             )
         return caption_tokenizer
 

@@ -58,7 +58,8 @@ class Hook:
 
         From now on, `loop.metrics` is the open log of metrics on rank 0, and None on the other ranks:
         `loop.metrics.write(step, {"name": 1.0})` adds a line to metrics.jsonl and a point to TensorBoard.
-        `loop.events.add(step, "kind", "message")` logs an event and adds it to events.jsonl, on any rank.
+        `loop.events.add(step, "kind", "message")` logs an event on any rank and adds it to events.jsonl (an event of a
+        rank other than 0 when the next checkpoint is saved).
         """
 
     def before_step(self, loop: Loop) -> None:
@@ -91,6 +92,7 @@ class Hook:
         """Release the resources acquired by `start`; called after every successful `start`, even if the loop fails.
 
         `error` is the exception that ended the loop, if any: a `RollBack` if the run returns to its newest checkpoint.
+        The error may have occurred on this rank alone; the other ranks then end without calling this method.
         """
 
     def after_run(self, loop: Loop) -> None:

@@ -50,7 +50,7 @@ class EvaluateModel(Hook):
         if metric is not None and loop.done > 0:
             best = self._best_so_far(loop, metric)
             if best is not None and loop.checkpoints.best() != best:
-                loop.checkpoints.keep_best(best)
+                self._record_best(loop, best)
         if loop.done == 0:
             is_due = evaluates_start(loop.context.config)
         else:
@@ -128,7 +128,9 @@ class EvaluateModel(Hook):
             return
         evaluations = _evaluations(loop.folder)
         start = evaluations.pop(0, None)
-        if start is None or loop.done not in (min(evaluations), loop.total):
+        if start is None or loop.done not in evaluations:  # a record may be missing if the disk was full
+            return
+        if loop.done not in (min(evaluations), loop.total):
             return
         losses = scores_below(start, evaluations[loop.done], loop.context.config.run.best_metric)
         if losses:
@@ -151,12 +153,15 @@ class EvaluateModel(Hook):
             return
         if loop.saved != result.step:
             self._saver.save(loop)
-        if loop.saved != result.step:
-            return
+        if loop.saved == result.step:
+            self._record_best(loop, result)
+
+    def _record_best(self, loop: Loop, best: Best) -> None:
+        """Record an evaluation as the best; if that fails, record an event and let training continue."""
         try:
-            loop.checkpoints.keep_best(result)
+            loop.checkpoints.keep_best(best)
         except SaveFailed as error:
-            message = f"{error} Training continues; this evaluation is not recorded as the best."
+            message = f"{error} Training continues, but step {best.step} is not recorded as the best."
             loop.events.add(loop.done, "save_failed", message, shared=True)
 
     def _best_so_far(self, loop: Loop, metric: str) -> Best | None:
@@ -232,6 +237,6 @@ def _evaluations(folder: Path) -> dict[int, dict[str, float]]:
     results: dict[int, dict[str, float]] = {}
     for record in read_metrics(folder / "metrics.jsonl"):
         step = int(record.pop("step"))
-        if "lr" not in record:  # training records have it
+        if any(name.startswith(CHANCE) for name in record):  # records of training and of hooks have no chance levels
             results.setdefault(step, {}).update(record)
     return results

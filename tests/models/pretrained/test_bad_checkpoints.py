@@ -77,7 +77,7 @@ def test_paths_that_are_not_a_checkpoint_are_refused(tmp_path: Path) -> None:
         open_checkpoint(locate(str(tmp_path))._replace(path="/nowhere"))
     (tmp_path / OPEN_CLIP_CONFIG).unlink()
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    assert "type clip, metaclip_2, siglip, or open_clip's" in refusal(tmp_path)
+    assert "type clip, metaclip_2, siglip, or with open_clip's" in refusal(tmp_path)
 
 
 def config(change: Callable[[dict[str, Any]], object], name: str = "config.json") -> Callable[[Path], object]:
@@ -103,7 +103,7 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
             without("tokenizer*")(folder),
             PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}))).save_pretrained(folder),
         ),
-        "has no padding token, so it is not the model's",
+        "has no padding, EOS or SEP token, so it is not the model's",
     ),
     "weights that are none": (
         "clip",
