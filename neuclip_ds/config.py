@@ -535,7 +535,8 @@ class OptimizerConfig(Section):
 class EmaConfig(Section):
     decay: float = Field(0.0, ge=0, lt=1)
     """Decay of an exponential moving average of the weights, kept in float32; 0 disables it. At step n, the decay is
-    at most (1 + n)/(10 + n). Evaluations score both the weights and the average, the latter as `ema/NAME`."""
+    at most (1 + n)/(10 + n). Evaluations score both the weights and the average, the latter as `ema/NAME`. Not
+    available with `optimizer.name=sgd` and `optimizer.momentum=0`."""
 
 
 class RecoveryConfig(Section):

@@ -43,6 +43,11 @@ def main(arguments: Sequence[str]) -> None:
         raise UserError("No rule selects samples: set --min, --max, --top or --near-duplicates.")
     if options.near_duplicates is not None and not 0 < options.near_duplicates <= 1:
         raise UserError(f"--near-duplicates={options.near_duplicates:g} must be a cosine above 0 and at most 1.")
+    if options.near_duplicates is not None and options.uid_column != "uid":
+        raise UserError(
+            "--near-duplicates finds samples by the column uid of `neuclip-ds embed`: omit --uid-column, or omit "
+            "--near-duplicates."
+        )
     if options.top is not None and not 0 < options.top <= 1:
         raise UserError(f"--top={options.top:g} must be above 0 and at most 1: the fraction of values to keep.")
     from neuclip_ds.embedding.select import Rule, select  # pyarrow takes a moment to import

@@ -284,8 +284,12 @@ def embed(
 
     counts: dict[str, Any] = {"shards": written, "samples": samples, "bad": bad, "unreadable": unreadable}
     counts_of_ranks = communicator.gather_objects(counts)
-    with explain_disk(parts.folder, "choose another --out"):
-        communicator.on_rank_zero(lambda: parts.finish(manifest))
+
+    def finish() -> None:
+        with explain_disk(parts.folder, "choose another --out"):
+            parts.finish(manifest)
+
+    communicator.on_rank_zero(finish)
     return Summary(
         shards=sum(counts["shards"] for counts in counts_of_ranks),
         samples=sum(counts["samples"] for counts in counts_of_ranks),

@@ -21,8 +21,6 @@ AVERAGE = "average"  # key of the average in the optimizer state
 class WeightAverage:
     """The moving average of an engine's trained weights; buffers, such as batch norm's, are not averaged.
 
-    With an optimizer that has no state (`sgd` with `momentum=0`), no average is kept.
-
     Args:
         engine: the engine.
         decay: fraction of the average that each step retains, in (0, 1).

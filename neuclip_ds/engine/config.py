@@ -26,6 +26,7 @@ class _Precision(_Section):
     enabled: bool = False
     check_grad_overflow: bool = True
     immediate_grad_update: bool = False
+    bf16_master_weights_and_grads: bool = False
 
 
 class _Offload(_Section):
@@ -38,6 +39,14 @@ class _Zero(_Section):
     compute_grad_norm: bool = True
     offload_optimizer: _Offload | None = None
     offload_param: _Offload | None = None
+    cpu_offload: bool | None = None
+    cpu_offload_param: bool | None = None
+    cpu_offload_use_pin_memory: bool | None = None
+
+    def old_offload_options(self) -> list[str]:
+        """Return the names of DeepSpeed's deprecated offload options that are set."""
+        names = ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory")
+        return [name for name in names if getattr(self, name)]
 
 
 class _Engine(_Section):
@@ -47,6 +56,7 @@ class _Engine(_Section):
     bf16: _Precision = _Precision()
     fp16: _Precision = _Precision()
     zero_optimization: _Zero = _Zero()
+    zero_force_ds_cpu_optimizer: bool = True
 
 
 FOLDER = Path(__file__).parents[1] / "ds_configs"
@@ -165,6 +175,18 @@ def _refuse_unsupported(path: Path, engine: dict[str, Any]) -> None:
         problems.append(
             "enables fp16, which is not supported: use deepspeed=zero1_bf16, or zero1_fp32 on a GPU without bf16"
         )
+    if "bfloat16" in engine:
+        problems.append("contains the section bfloat16, an old name that this project does not read: rename it to bf16")
+    if options.bf16.bf16_master_weights_and_grads:
+        problems.append(
+            "sets bf16.bf16_master_weights_and_grads, but this project keeps master weights in float32: remove this "
+            "setting from the JSON"
+        )
+    for key in zero.old_offload_options():
+        problems.append(
+            f"sets zero_optimization.{key}, an old option that this project does not read: use offload_optimizer or "
+            'offload_param with "device": "cpu"'
+        )
     if not options.bf16.check_grad_overflow:
         problems.append(
             "turns off bf16.check_grad_overflow, without which non-finite gradients are not detected: remove this "
@@ -181,6 +203,11 @@ def _refuse_unsupported(path: Path, engine: dict[str, Any]) -> None:
                 f"sets zero_optimization.{key} to NVMe or partial offload, which checkpoints do not support: set "
                 '"device": "cpu" without a ratio, or remove the section'
             )
+    if offloads_optimizer(engine) and options.zero_force_ds_cpu_optimizer:
+        problems.append(
+            "offloads the optimizer, for which DeepSpeed by default requires its own optimizer instead of the recipe's: "
+            'add "zero_force_ds_cpu_optimizer": false to the JSON'
+        )
     if problems:
         raise UserError(f"{path} {problems[0]}.")
 

@@ -403,7 +403,8 @@ def _read_lines(path: Path) -> tuple[str, ...]:
     """
     if not path.is_file():
         raise UserError(f"{path} is missing; {LAYOUT}.")
-    text = read_text(path).rstrip()
+    with explained(f"{path} cannot be read", "check its permissions"):
+        text = read_text(path).rstrip()
     if not text:
         raise UserError(f"{path} is empty; write its entries, one per line.")
     return tuple(line.strip() for line in text.split("\n"))

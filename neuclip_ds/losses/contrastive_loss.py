@@ -498,7 +498,8 @@ class ContrastiveLoss(nn.Module):
         if reference is not None:
             pending.add_stored(REFERENCE, *reference)
         pending.begin_reads()
-        with products_exact_for(torch.float32):
+        device_type = image_features.device.type
+        with torch.autocast(device_type, enabled=False), products_exact_for(torch.float32):
             return function.log_normalizers(pending.gathered(self._dtype))
 
     @contextmanager

@@ -35,6 +35,11 @@ def check_config(config: Config, world_size: int) -> None:
     """
     config.micro_batch(world_size)
     check_engine_config(load_engine_config(config, world_size), config.deepspeed)
+    if config.ema.decay and config.optimizer.name == "sgd" and config.optimizer.momentum == 0:
+        raise UserError(
+            "ema.decay needs an optimizer with state, in which the average is stored, but sgd with momentum 0 has "
+            "none: set optimizer.momentum, choose another optimizer, or set ema.decay=0."
+        )
     _check_stored_features(config)
     check_frozen_trunks(config)
 
@@ -181,7 +186,7 @@ def fingerprint(config: Config) -> Fingerprint:
 
 def _state_options(objective: ObjectiveConfig) -> Fingerprint:
     """Return the options that determine the tensors of the loss's state."""
-    names = find_method(objective.method).state_options
+    names = ("temperature.optimizer", *find_method(objective.method).state_options)
     return {f"objective.{name}": attrgetter(name)(objective) for name in names}
 
 

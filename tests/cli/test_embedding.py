@@ -116,6 +116,7 @@ def test_single_encoders_and_trunks_are_stored(workspace: Path, tmp_path: Path) 
             "No rule selects samples: set --min, --max, --top or --near-duplicates.",
         ),
         (["filter", "x", "--out=y", "--top=20"], "--top=20 must be above 0"),
+        (["filter", "x", "--out=y", "--near-duplicates=0.9", "--uid-column=key"], "omit --uid-column"),
         (["filter", "x", "--out=y", "--min=1"], "x is neither a parquet file"),
     ],
 )

@@ -55,6 +55,10 @@ def test_a_file_may_repeat_the_recipes_values_or_omit_them(tmp_path: Path) -> No
         ({"scheduler": {}}, "section scheduler"),
         ({"fp16": {"enabled": True}}, "enables fp16, which is not supported"),
         ({"bf16": {"enabled": True, "check_grad_overflow": False}}, "turns off bf16.check_grad_overflow"),
+        ({"bfloat16": {"enabled": True}}, "rename it to bf16"),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "master weights in float32"),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, "cpu_offload, an old option"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "zero_force_ds_cpu_optimizer"),
         ({"zero_optimization": {"stage": 1, "compute_grad_norm": False}}, "turns off zero_optimization.compute_grad"),
         ({"zero_optimization": {"stage": 4}}, "stage=4"),
         (

@@ -46,6 +46,10 @@ REFUSED = {
         ["--objective.method=openclip"],
         "objective.method=fastclip_v3, but this run uses objective.method=openclip",
     ),
+    "temperature": (
+        ["--objective.temperature.optimizer=lion"],
+        "objective.temperature.optimizer=adam, but this run uses objective.temperature.optimizer=lion",
+    ),
     "two ranks": (["--model.text.width=24"], "model.text.width=16, but this run uses model.text.width=24"),
     "same shapes": (["--model.text.heads=4"], "model.text.heads=2, but this run uses model.text.heads=4"),
     "trained parts": (["--model.vision.trainable=0"], "model.vision.trainable=all"),

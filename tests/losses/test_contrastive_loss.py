@@ -186,6 +186,16 @@ def test_autocast_and_half_precision_change_nothing_but_rounding(dtype: torch.dt
     assert plain.temperature == in_autocast.temperature
 
 
+def test_autocast_does_not_change_estimates_of_normalizers() -> None:
+    image, text, index = features(0, 32)
+    batch = image.detach().float(), text.detach().float(), index
+    loss_fn = loss_of("fastclip_v3")
+    loss_fn(*batch)
+    expected = loss_fn.log_normalizers(*batch)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(loss_fn.log_normalizers(*batch), expected)
+
+
 def test_a_repeated_index_keeps_its_last_row() -> None:
     image, text, _ = features(0, 4)
     index = torch.tensor([5, 5, 6, 5])

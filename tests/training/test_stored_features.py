@@ -215,6 +215,7 @@ def test_a_run_resumes_bit_identically_and_with_the_same_features_only(workspace
             "contrastive_weight above 0",
         ),
         (["objective.reference_model=reference", "recovery.epochs=1", "recovery.loss=hgcl"], r"set recovery\.loss=gcl"),
+        (["optimizer.name=sgd", "optimizer.momentum=0", "ema.decay=0.9"], r"ema\.decay needs an optimizer with state"),
         (["objective.method=siglip", "objective.reference_model=nothing"], "does not support a reference model"),
     ],
 )
