@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 _POLL_INTERVAL = 0.5  # seconds
 _REPORT_DELAY = 1.0  # seconds that a failed rank waits before it reports: another rank's death may be the cause
+_CLOSING_TIME = 15.0  # seconds for rank 0 to write its report and end its trackers before another rank ends it
 _STORE_TIMEOUT = 30.0  # seconds after which a store that does not answer is considered lost
 _CONNECT_TIMEOUT = 300.0  # seconds within which the ranks must connect their process groups
 _STUCK_AFTER = 600.0  # seconds at the same line after which a rank counts as stuck
@@ -192,7 +193,10 @@ class FailureDetector:
             if is_connected or now <= self._started_at + _CONNECT_TIMEOUT:
                 return None
             return Failure(rank=self._rank, host=self._host, text=_NOT_CONNECTED, code=2, is_message=True)
-        if now < self._failed_at + _REPORT_DELAY:
+        delay = _REPORT_DELAY
+        if self._rank != 0 and isinstance(error, TrainingDiverged | Interrupted):
+            delay += _CLOSING_TIME  # rank 0 raises the same error, but closes more than this rank does
+        if now < self._failed_at + delay:
             return None
         is_message = isinstance(error, UserError | TrainingDiverged | Interrupted)
         text = str(error) if is_message else f"{type(error).__name__}: {error}"

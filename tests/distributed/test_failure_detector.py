@@ -92,6 +92,15 @@ def diverged(rank: int) -> None:
     raise TrainingDiverged("step 3 is not finite")
 
 
+def diverged_with_a_late_report(rank: int) -> None:
+    try:
+        diverged(rank)
+    finally:
+        if rank == 0:
+            time.sleep(3.0)
+            Path("report").touch()
+
+
 def done(rank: int) -> None:
     """End rank 0 first; the connections that it closes must not look like a failure."""
     time.sleep(0.3 * rank)
@@ -220,3 +229,8 @@ def test_rank_zero_prints_the_mistake_of_another_rank(tmp_path: Path) -> None:
 def test_a_mistake_of_all_is_printed_once(tmp_path: Path) -> None:
     assert ends(tmp_path, "mistake_of_all") == ([2, 2, 2], ["error: the batch is too small\n", "", ""])
     assert ends(tmp_path, "diverged") == ([1, 1, 1], ["error: step 3 is not finite\n", "", ""])
+
+
+def test_rank_zero_has_time_for_its_report(tmp_path: Path) -> None:
+    assert ends(tmp_path, "diverged_with_a_late_report").codes == [1, 1, 1]
+    assert (tmp_path / "report").exists()
