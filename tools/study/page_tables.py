@@ -25,6 +25,8 @@ PLAN = yaml.safe_load((FOLDER / "plan.yaml").read_text(encoding="utf-8"))
 SOURCES = yaml.safe_load((FOLDER / "records.yaml").read_text(encoding="utf-8"))
 LARGE_BATCH = 32  # factor of the batch size in the stage `gate`
 QUEUE = "neuclip_queue, tau 0.05"
+_NPN = "neuclip, constant tau"
+_POOLED_NPN = "neuclip pooled, constant tau"
 # arms whose names do not describe their variants
 _LABELS = {
     "neuclip_queue": "`neuclip_queue`, learned tau",
@@ -286,30 +288,63 @@ def normalizer_errors() -> str:
 
 
 def settings() -> str:
-    """Recall of OpenCLIP in other settings, and the differences of the other arms from it."""
+    """Recall of OpenCLIP in other settings, and the differences of the other arms, except NeuCLIP's, from it."""
     stages = [stage for stage in PLAN["stages"] if stage.startswith("map_") or stage == "scenes"]
     columns: dict[str, None] = {}
     for arm in arms_of(*stages):
-        columns[_SAME_COLUMN.get(arm, arm)] = None
+        if arm not in (_NPN, _POOLED_NPN):
+            columns[_SAME_COLUMN.get(arm, arm)] = None
     others = [arm for arm in columns if arm != PEER]
     rows: list[list[str]] = []
-    shown: set[tuple[str, str]] = set()
-    for result in of_stages(*stages):
-        if (result.stage, result.setting) in shown:
-            continue
-        shown.add((result.stage, result.setting))
+    results: list[Result] = []
+    for first in _first_of_each_setting(*stages):
         by_column: dict[str, Seeds] = {}
-        for arm in arms_of(result.stage):
-            by_column[_SAME_COLUMN.get(arm, arm)] = runs(result.stage, arm, result.batch, result.setting)
+        for arm in arms_of(first.stage):
+            column = _SAME_COLUMN.get(arm, arm)
+            if column in columns:
+                by_column[column] = runs(first.stage, arm, first.batch, first.setting)
+                results += by_column[column].values()
         peer = by_column.get(PEER, {})
         gains = [gain(by_column.get(arm, {}), peer) for arm in others]
         lead = gain(by_column.get(QUEUE, {}), by_column.get("fastclip_v3", {}))
-        rows.append([_setting_of(result), str(result.batch), mean(peer), *gains, lead])
-    order = [_setting_of(result) for stage in stages for result in of_stages(stage)]
-    rows.sort(key=lambda row: order.index(row[0]))
+        rows.append([_setting_of(first), str(first.batch), mean(peer), *gains, lead])
     head = ["setting", "B", f"recall of `{PEER}`", *(label_on_heads(arm) for arm in others)]
     head.append(f"{label(QUEUE)}, minus `fastclip_v3`")
-    return markdown(head, rows, of_stages(*stages))
+    return markdown(head, rows, results)
+
+
+def neuclip_settings() -> str:
+    """Differences of NeuCLIP with a constant temperature, alone and pooled, from other arms in other settings."""
+    compared = [
+        (_NPN, PEER),
+        (_NPN, "fastclip_v3"),
+        (_POOLED_NPN, PEER),
+        (_POOLED_NPN, "fastclip_v3"),
+        (_POOLED_NPN, QUEUE),
+    ]
+    rows: list[list[str]] = []
+    used: dict[tuple[str, str, str, int], Result] = {}
+    for first in _first_of_each_setting(*(stage for stage in PLAN["stages"] if stage.startswith("map_"))):
+        gains: list[str] = []
+        for arms in compared:
+            ours, theirs = (runs(first.stage, arm, first.batch, first.setting) for arm in arms)
+            gains.append(gain(ours, theirs))
+            for seed in ours.keys() & theirs.keys():
+                for result in (ours[seed], theirs[seed]):
+                    used[result.stage, result.arm, result.setting, seed] = result
+        if set(gains) != {"-"}:
+            rows.append([_setting_of(first), *gains])
+    head = [f"{label_on_heads(ours)}, minus {label_on_heads(theirs)}" for ours, theirs in compared]
+    return markdown(["setting, B = 16", *head], rows, list(used.values()))
+
+
+def _first_of_each_setting(*stages: str) -> list[Result]:
+    """Return one result of each setting of the stages, in the order of the stages."""
+    firsts: dict[tuple[str, str], Result] = {}
+    for stage in stages:
+        for result in of_stages(stage):
+            firsts.setdefault((stage, result.setting), result)
+    return list(firsts.values())
 
 
 def _setting_of(result: Result) -> str:
@@ -589,6 +624,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "study_pairs": pairs_of_losses,
     "study_normalizers": normalizer_errors,
     "study_settings": settings,
+    "study_neuclip_settings": neuclip_settings,
     "study_temperatures": temperatures,
     "study_causes": causes,
     "study_oracles": oracles,
