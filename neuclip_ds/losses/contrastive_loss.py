@@ -875,10 +875,11 @@ class ContrastiveLoss(nn.Module):
                     built_with[f"{key}.{name}"] = option
             else:
                 built_with[key] = value
-        return {"built_with": built_with, "calls": self._calls, "dtype": str(self._dtype).removeprefix("torch.")}
+        dtype = str(self._dtype).removeprefix("torch.")
+        return {"built_with": built_with, "calls": self._calls, "lr": float(self.lr), "dtype": dtype}
 
     def _prepare_to_load(self, saved: dict[str, Any], where: str) -> None:
-        """Adopt a saved state's dtype and call count; raise `UserError` if its loss had different settings."""
+        """Adopt a saved state's dtype, call count and `lr`; raise `UserError` if its loss had different settings."""
         settings = self._metadata()["built_with"]
         saved_settings = saved.get("built_with", {})
         for key in sorted(settings, key="method".__ne__):  # compare the method first
@@ -889,6 +890,7 @@ class ContrastiveLoss(nn.Module):
                 )
         self._move(self._communicator.device, getattr(torch, saved["dtype"]), keep=False)
         self._calls = saved["calls"]
+        self.lr = saved["lr"]
         self._undo = None
 
 
