@@ -205,8 +205,8 @@ def _refuse_unsupported(path: Path, engine: dict[str, Any]) -> None:
             )
     if offloads_optimizer(engine) and options.zero_force_ds_cpu_optimizer:
         problems.append(
-            "offloads the optimizer, for which DeepSpeed by default requires its own optimizer instead of the recipe's: "
-            'add "zero_force_ds_cpu_optimizer": false to the JSON'
+            "offloads the optimizer, for which DeepSpeed by default requires its own optimizer instead of the "
+            'recipe\'s: add "zero_force_ds_cpu_optimizer": false to the JSON'
         )
     if problems:
         raise UserError(f"{path} {problems[0]}.")

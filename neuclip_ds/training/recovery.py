@@ -84,7 +84,7 @@ def load_recovered_state(checkpoint: Path, context: RunContext, loss: Contrastiv
 
     Raises `UserError` if moments are loaded and the recovery had a different model, different weights or a different
     optimizer, or if u is loaded and the recovery had different data, a different temperature or reference model, or a
-    loss without u.
+    loss without u, or has not ended.
     """
     restore = context.config.recovery.restore
     optimizer = context.config.optimizer.name
@@ -112,6 +112,7 @@ def load_recovered_state(checkpoint: Path, context: RunContext, loss: Contrastiv
             )
         check_data(meta["data"], context.data.manifest, f"The recovered state in {checkpoint}", "recover again")
         _check_reference(checkpoint, meta["data"], context.data.record())
+        _check_length(checkpoint, meta, context.data.manifest.n_used, context.config.recovery.epochs)
         files = StateFiles(checkpoint / STATE, verified=True)
         tau = loss.function.replicated_state().get(_TAU)
         if tau is not None:
@@ -133,6 +134,18 @@ def check_temperature(checkpoint: Path, recovered_tau: Tensor | None, tau: float
         raise UserError(
             f"{checkpoint} contains u at the temperature {shown}, but this run starts at {np.float32(tau)!s}: "
             f"set objective.temperature.initial={shown}, or recover again."
+        )
+
+
+def _check_length(checkpoint: Path, meta: Mapping[str, Any], n: int, epochs: float) -> None:
+    """Raise `UserError` if a checkpoint of a recovery with n pairs was saved before the end of `epochs` epochs."""
+    batch_size = meta["facts"]["batch_size"]
+    steps_per_epoch = n // batch_size if meta["facts"]["drop_last"] else math.ceil(n / batch_size)
+    if RECOVERY in checkpoint.parts and meta["step"] < math.floor(epochs * steps_per_epoch):
+        raise UserError(
+            f"The recovery in {checkpoint} ended after {meta['step']:,} steps, but recovery.epochs={epochs:g} is "
+            f"{math.floor(epochs * steps_per_epoch):,} steps: finish this recovery (repeat the command of its run), or "
+            "set recovery.epochs to its value in that run."
         )
 
 

@@ -109,6 +109,7 @@ def test_other_weights_are_refused(shards: str, tmp_path: Path) -> None:
     for options, message in (
         ([f"--recovery.reuse={tmp_path}/absent"], "contains no complete checkpoint"),
         (["--recovery.epochs=0"], "set recovery.epochs to its value in the reused run"),
+        (["--recovery.epochs=3"], "ended after 8 steps, but recovery.epochs=3 is 12 steps: finish this recovery"),
         (["--run.seed=1"], "was recovered with weights that differ"),
         (["--objective.epoch_steps=5"], "objective.epoch_steps cannot be combined with recovered statistics"),
         (["--objective.temperature.initial=0.06"], "contains u at the temperature 0.05, but this run starts at 0.06"),
