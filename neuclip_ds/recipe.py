@@ -154,7 +154,7 @@ def load_recipe(name: str, within: tuple[Path, ...] = ()) -> dict[str, Any]:
     Also imports the plugins that the recipe and its includes name. Raises `UserError` if a file is missing, invalid or
     includes itself, or a plugin cannot be imported.
     """
-    path = _find_recipe(name, within[-1].parent if within else None)
+    path = _find_recipe(name, within[-1] if within else None)
     file = path.resolve()
     chain = (*within, file)
     if file in within:
@@ -407,20 +407,21 @@ def respell(argument: str, old: str, new: str) -> str:
     return f"--{name.replace(old, new)}{equals}{value}"
 
 
-def _find_recipe(name: str, including_folder: Path | None) -> Path:
-    """Return the file of a recipe, given by name, by path, or relative to the folder of the recipe that includes it.
+def _find_recipe(name: str, including: Path | None) -> Path:
+    """Return the file of a recipe, given by name, by path, or relative to the folder of the file that includes it.
 
     Raises `UserError` if there is none.
     """
     candidates = [RECIPES / f"{name}.yaml", Path(name)]
-    if including_folder is not None:
-        candidates = [including_folder / name, including_folder / f"{name}.yaml", *candidates]
+    if including is not None:
+        candidates = [including.parent / name, including.parent / f"{name}.yaml", *candidates]
     for path in candidates:
         with suppress(OSError):  # a name that is too long for a file
             if path.is_file():
                 return path
     hint = nearest(name, recipe_names()) or ". `neuclip-ds recipes` lists the recipes."
-    raise UserError(f"No recipe or file {_shown(name, str)}{hint}")
+    where = "" if including is None else f" ({including} includes it)"
+    raise UserError(f"No recipe or file {_shown(name, str)}{where}{hint}")
 
 
 def _explain(problem: Any) -> str:

@@ -157,7 +157,7 @@ def expanding_aliases(value: str) -> str:
         ("data: [", "not valid YAML"),
         ("run: {name: Bücher}".encode("latin-1"), "not valid YAML"),
         ("- data", "must be a mapping"),
-        ("include: [nothing]", "No recipe or file nothing"),
+        ("include: [nothing]", "includes it)"),
         (
             "objective: {method: gcl, hinge: {margin: 1}}",
             "objective.method=gcl does not use objective.hinge.margin; these methods do: tuneclip",
