@@ -81,7 +81,7 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
             config = config.model_copy(update={"run": config.run.model_copy(update={"name": _DEFAULT_NAME})})
     else:
         config = recipe_config(recipe, overrides)
-    folder = (config.run.output_dir / str(config.run.name)).absolute()  # the caller may change the working folder later
+    folder = (config.run.output_dir / str(config.run.name)).absolute()  # the caller may change the working directory
     with _one_thread(), restored_logging(), _default_settings():
         trainer.train(config, read_environment(), [*optional_hooks(config), *hooks])
     # frees the model and the process group; a process that the caller forks would wait forever for the group's threads

@@ -61,7 +61,7 @@ def shared_memory_shortage(needed: int) -> str | None:
 
 
 def low_limit() -> str | None:
-    """Return a message with a fix if loader processes may open too few files, or if TMPDIR's path is too long for them.
+    """Return a message with a fix if loader processes need a higher limit on open files or a shorter path in TMPDIR.
 
     Returns None otherwise; `shared_memory_shortage` checks shared memory.
     """

@@ -80,8 +80,8 @@ def parse(argv: Sequence[str]) -> Invocation:
     command = _validate(TrainCommand, switches)
     if (command.hostfile or command.gpu_memory or command.measured) and not command.dry_run:
         raise UserError(
-            "--hostfile, --gpu-memory and --measured work only with --dry-run. To train on several hosts, pass the "
-            "hostfile to the launcher."
+            "--hostfile, --gpu-memory and --measured work only with --dry-run: add --dry-run, or omit them. To train "
+            "on several hosts, pass the hostfile to the launcher."
         )
     if command.profile:
         overrides = {"run.profile_steps": _PROFILED_STEPS, **overrides}

@@ -47,7 +47,7 @@ def fork(
 ) -> BaseProcess:
     """Run a module-level function, `work(*args)`, in a new process and session with only these environment variables.
 
-    If `folder` is given, it is the working folder of the process.
+    If `folder` is given, it is the working directory of the process.
     """
     task = (work, args, dict(variables), folder)
     if variables.get("DS_ACCELERATOR", "cpu") == "cpu":
@@ -88,7 +88,7 @@ class Program:
         path: the program's file.
         options: the command-line arguments.
         variables: the environment variables.
-        folder: the working folder.
+        folder: the working directory.
     """
 
     def __init__(self, path: Path, *options: str, variables: Mapping[str, str], folder: Path | None = None) -> None:

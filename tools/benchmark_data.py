@@ -239,7 +239,10 @@ def print_rates(contenders: Sequence[Callable[[Setting], float]], ours: str, set
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "shards", nargs="?", default="", help="shards with JPEG and txt members, which the part `raw` needs"
+        "shards",
+        nargs="?",
+        default="",
+        help="folder, glob or brace pattern of shards with JPEG and txt members; required only by the part `raw`",
     )
     parser.add_argument(
         "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure (default: all)"

@@ -360,7 +360,8 @@ def main() -> None:
         "--samples",
         type=int,
         default=2048,
-        help="number of photographs, and of samples that a measurement reads (default: 2048)",
+        help="number of photographs to generate; each measurement of a loader reads at least as many samples (default: "
+        "2048)",
     )
     parser.add_argument("--batch", type=int, default=64, help="samples per batch (default: 64)")
     parser.add_argument("--workers", type=int, default=1, help="loader processes (default: 1)")

@@ -83,8 +83,8 @@ def main() -> None:
     parser.add_argument(
         "--stages",
         nargs="+",
-        help="stages of plan.yaml to run, in this order, or stages to print tables of (default: all stages for this "
-        "data, or all in --tables)",
+        help="stages of plan.yaml to run, in this order or, with --tables, the stages whose tables are printed "
+        "(default: all stages for this data or, with --tables, all stages in its file)",
     )
     parser.add_argument("--arms", nargs="+", help="arms of the stages to run (default: all)")
     parser.add_argument(
@@ -105,8 +105,8 @@ def main() -> None:
     parser.add_argument(
         "--figures",
         type=Path,
-        help="folder for figures of the first stage in --stages, which may have at most 20 settings (an arm and values "
-        "of the options that the stage varies)",
+        help="folder for figures of the first stage in --stages; the stage may have at most 20 settings (a setting is "
+        "an arm with one value for each option that the stage varies)",
     )
     with exit_on_mistake():
         options = parser.parse(sys.argv[1:])

@@ -82,7 +82,7 @@ def main() -> None:
 def timed(name: str) -> Area:
     """Measure the CPU time of an area's fast tests, and count its slow test functions.
 
-    The time is that of this process's children, so it must have no others.
+    The time is that of all child processes, so this process must have no other children.
 
     Raises:
         UserError: a test failed, or pytest could not run the tests.

@@ -70,7 +70,7 @@ class EvalTransform:
 
     @classmethod
     def of(cls, preprocessing: Preprocessing, decode: Decode = decode_pil) -> EvalTransform:
-        """Return the transform with a model's `preprocessing`."""
+        """Return the transform that a model's `preprocessing` describes."""
         return cls(preprocessing.size, preprocessing.squash, decode, preprocessing.margin, preprocessing.interpolation)
 
     def __call__(self, data: bytes, seed: int = 0) -> Tensor:

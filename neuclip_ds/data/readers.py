@@ -238,8 +238,8 @@ class TarReader:
         listed = self._manifest.shards[shard]
         if listed.layout not in (None, table.layout) and table.n == listed.n:
             raise UserError(
-                f"Shard {listed.path} has the size that the manifest lists, but contains other samples: restore it, or "
-                "build the manifest again."
+                f"Shard {listed.path} has the size that the manifest lists, but contains different samples: restore "
+                "it, or build the manifest again."
             )
 
     def _verify(self, shard: int, members: Iterable[tuple[int, bytes | None, int]]) -> None:

@@ -32,7 +32,7 @@ def resolve_shards(source: str) -> list[str]:
     A source is a tar; a folder, whose visible *.tar files (or, if it has none, those in its subfolders) are sorted by
     path; a glob (`/data/*.tar`); a brace pattern (`/data/{00000..00127}.tar`), whose order is kept and which may
     contain globs; a URL that fsspec supports, with or without globs or braces (`s3://bucket/{00000..00127}.tar`); a
-    text file (`shards.txt`) with one source per line, relative to the working folder; or several sources joined by
+    text file (`shards.txt`) with one source per line, relative to the working directory; or several sources joined by
     `::`.
 
     Raises UserError if `source` names no tar, names a local tar that does not exist, has braces that do not match,

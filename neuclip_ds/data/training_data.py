@@ -68,7 +68,10 @@ class TrainingData:
 
     @property
     def reads_shards(self) -> bool:
-        """Whether training reads samples from the shards, in addition to the stored features."""
+        """Whether training reads samples from the shards.
+
+        False only if stored features replace both images and captions.
+        """
         return reads_images(self.tables) or reads_captions(self.tables, self.loading.captions)
 
     def record(self) -> dict[str, Any]:

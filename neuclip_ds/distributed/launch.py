@@ -536,7 +536,7 @@ def check_shared(folder: Path, communicator: Communicator) -> None:
         problem = (
             f"{folder.absolute()} on this node is not the same folder as on rank 0's node, but all nodes must share "
             "it: choose a folder on a shared file system (run.output_dir, or --out of `neuclip-ds embed`), and start "
-            "in the same working folder on each node."
+            "in the same working directory on each node."
         )
     communicator.raise_if_any_rank_failed(problem)
     communicator.on_rank_zero(shared_file.unlink)

@@ -91,8 +91,8 @@ class Parts:
 
     Args:
         folder: the folder.
-        identity: JSON that describes the job, with at least the fields `output`, `dtype`, `crops`, `captions`,
-            `all_captions`, `image_width` and `text_width`.
+        identity: JSON-compatible description of the job, with at least the fields `output`, `dtype`, `crops`,
+            `captions`, `all_captions`, `image_width` and `text_width`.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:

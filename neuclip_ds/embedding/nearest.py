@@ -278,16 +278,16 @@ def read_features(stored: Stored, model: str, manifest: Manifest) -> CollectionF
 
     Raises:
         UserError: the features were computed with another model, with the moving average of the model's weights or from
-            other data; are incomplete or cannot be read; are not in a joint space of images and captions; belong to
-            random crops; or are all unusable.
+            other data; are incomplete or cannot be read; are not in a joint space of images and captions; were computed
+            from random crops; or are all unusable.
     """
     folder = stored["folder"]
     embedding = stored["embedding"]
     of_average = embedding["ema"]
     if embedding["model"] == model and of_average:
         raise UserError(
-            f"The features in {folder} were computed with the moving average of {model}'s weights: embed the data "
-            "without --ema."
+            f"The features in {folder} were computed with the moving average of {model}'s weights, but this command "
+            "uses the weights themselves: embed the data without --ema into another folder."
         )
     if embedding["model"] != model:
         raise UserError(
@@ -297,7 +297,7 @@ def read_features(stored: Stored, model: str, manifest: Manifest) -> CollectionF
     if embedding["output"] != "joint":
         raise UserError(f"The features in {folder} are not in a joint space: embed the data without --output=trunk.")
     if embedding["crops"]:
-        raise UserError(f"The features in {folder} belong to random crops: embed the data without --crops.")
+        raise UserError(f"The features in {folder} were computed from random crops: embed the data without --crops.")
     table = FeatureTable(stored, manifest, embedding["captions"])
     numbers = torch.arange(manifest.n)
     rows, problems = table.rows(numbers)

@@ -266,7 +266,7 @@ def use_lean_step(optimizer: Any, shard_slices: Mapping[Tensor, Sequence[slice]]
 
     Args:
         optimizer: the optimizer of DeepSpeed's engine, before its first step.
-        shard_slices: for each of this rank's flat master weights, the slice of each parameter.
+        shard_slices: for each flat tensor of master weights on this rank, the slices that its parameters occupy.
         communicator: communicator between the engine's ranks.
     """
     optimizer.__class__ = LeanZero1

@@ -114,7 +114,10 @@ def _mean(scores: GroupAccumulator, smallest: int, largest: int) -> float | None
 
 
 def _read_instance(sample: Sample, transform: Callable[[bytes], Tensor]) -> Instance:
-    with explained(f"{sample.name}: its json needs cue, candidates and associations", "convert the set again"):
+    with explained(
+        f"{sample.name}: its json member must contain the keys cue, candidates and associations",
+        "convert the set again",
+    ):
         tree = json.loads(sample.read("json"))
         cue = str(tree["cue"])
         candidates = list(tree["candidates"])

@@ -223,7 +223,7 @@ class TwoPass(MicroBatches):
         """Run each micro-batch of the second pass and its `backward` in this context, in the order of the first pass.
 
         If `accumulate` received the model, gradients are reduced over ranks in the last micro-batch only, using DDP's
-        `no_sync` or FSDP2's `set_requires_gradient_sync`. Without the model, and with DDP's static graph, they are
+        `no_sync` or FSDP2's `set_requires_gradient_sync`. Without the model, or with DDP's static graph, they are
         reduced in each micro-batch.
         """
         self._require(self._micro_batch < len(self._ends) and self._first_pass is not None)
@@ -249,7 +249,10 @@ class TwoPass(MicroBatches):
         torch.autograd.backward(outputs, gradients)
 
     def finish(self) -> None:
-        """Raise `RuntimeError` if a call is missing; `accumulate` calls this."""
+        """Check that both passes are complete; raise `RuntimeError` if a call of a method is missing.
+
+        `accumulate` calls this at the end of its context.
+        """
         self._require(self._first_pass is not None and self._micro_batch == len(self._ends))
 
     def _require_same(self, features: Tensor | None, first: Tensor) -> None:

@@ -61,8 +61,8 @@ class _Undo:
 class ContrastiveLoss(nn.Module):
     """Contrastive loss over the global batch of all ranks, with the exact gradient of its method.
 
-    Each training call also updates a learned temperature and the method's networks with separate optimizers, as the
-    papers' algorithms do. The module therefore has no parameters and does not need DDP or FSDP.
+    Each training call also updates the learned temperature, SigLIP's bias and the method's networks, as the papers'
+    algorithms do, with separate optimizers. The module therefore has no parameters and does not need DDP or FSDP.
 
     Each call in training mode is one step. Under `eval()` or `torch.no_grad()`, the loss does not update any state, and
     `index` may be None. To send features while the towers still run, use `begin`.
@@ -80,9 +80,9 @@ class ContrastiveLoss(nn.Module):
         print(loss_fn.metrics["batch_loss"], loss_fn.temperature)
 
     Attributes:
-        lr: current learning rate of the encoders. The learning rates of the temperature and of SigLIP's bias (with
-            `temperature.schedule=encoder`) and of the prototypes (with `npn.order=joint`) follow it. Set `lr` before
-            each training call (with `begin`, before `begin`): `loss_fn.lr = scheduler.get_last_lr()[0]`.
+        lr: current learning rate of the encoders. With `temperature.schedule=encoder`, the learning rates of the
+            temperature and of SigLIP's bias follow it; with `npn.order=joint`, so does that of the prototypes. Set `lr`
+            before each training call, or before `begin` if you use it: `loss_fn.lr = scheduler.get_last_lr()[0]`.
         scaler: the training loop's `torch.amp.GradScaler`, if any. With a scaler, the loss reverts the state updates of
             a call whose step the scaler skipped, and accepts features that are not finite.
         validates: whether calls check their arguments.
@@ -142,8 +142,8 @@ class ContrastiveLoss(nn.Module):
                 the last training call. With a `scaler`, the copy is always kept.
             validate: whether to check the arguments of each call on all ranks. This costs one small collective and, on
                 a GPU, one host synchronization per call, and one more for each reference or teacher whose features are
-                on the GPU. Calls with `pending` skip this check; `begin` checks its arguments on each rank alone.
-                Without validation, all ranks must pass the same number of rows.
+                on the GPU. Calls with `pending` skip this check; `begin` checks its arguments separately on each rank,
+                without communication. Without validation, all ranks must pass the same number of rows.
             device: initial device of the loss's state. A call without `pending` moves the state to the features'
                 device. `begin` does not move it, so if you use `begin`, set this to the features' device.
             dtype: initial dtype of similarities, losses and state. A call without `pending` changes it to float64 for
@@ -286,8 +286,8 @@ class ContrastiveLoss(nn.Module):
     def abandon(self) -> None:
         """Discard the batch that `begin` started; call this if an exception occurs before the loss is called.
 
-        All ranks must call this method, each after the same calls of the batch's methods: ranks that have sent features
-        wait for those that have not.
+        All ranks must call this method, and before it, all must have made the same calls to the batch's methods.
+        Otherwise, ranks that have sent features wait for those that have not.
         """
         self._pending = None
         self._next_undo = None
@@ -336,9 +336,10 @@ class ContrastiveLoss(nn.Module):
             UserError: fewer than two rows of the global batch are valid, the method cannot use a reference model or a
                 teacher, or calls of `neuclip_queue` differ in the width of their reference or in whether they pass one.
             RuntimeError: activation checkpointing repeats the call, which would update the loss's state twice;
-                `pending` is not the batch of the last `begin` or is missing after a `begin`, its features are
-                incomplete, or another optional argument is passed with it; or `begin` was called in a different mode,
-                for a different number of rows, or in float32 for features in float64.
+                `pending` is not the batch of the last `begin`, or is omitted although `begin` was called; the features
+                of `pending` are incomplete, or another optional argument is passed with it; `begin` and this call
+                differ in training mode or in the number of rows; or, with `pending`, the features are float64, but the
+                loss's `dtype` is not.
         """
         if pending is not self._pending:
             raise RuntimeError(
@@ -404,7 +405,7 @@ class ContrastiveLoss(nn.Module):
         return loss
 
     def undo(self) -> None:
-        """Revert the updates that the last training call made to the state, as for a step that the optimizer skipped.
+        """Revert the last training call's updates of the state, for example because the optimizer skipped the step.
 
         The count of training calls, which determines the position in training, still includes the call. Raises
         `RuntimeError` if the loss was built with neither `undo=True` nor a `scaler`, or if there is no call to revert.

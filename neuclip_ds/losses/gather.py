@@ -95,7 +95,8 @@ class PendingBatch:
         """Start sending this rank's stored features: all rows in one call, not in micro-batches.
 
         Args:
-            name: `reference`, or `teacher`; each teacher of an ensemble is added separately.
+            name: whose features these are, `reference` or `teacher`. For an ensemble, call this once for each teacher,
+                in the order of `distill.temperature`.
             image, text: (b, D) normalized rows on any device, in the order of `index`. Like the features, they are
                 gathered from all ranks in the dtype that `comm_dtype` selects.
 

@@ -142,8 +142,8 @@ class CaptionTokenizer:
         closed = cls(tokenizer, context_length)
         if closed.eos_id is None:
             raise UserError(
-                f"Tokenizer {tokenizer.name_or_path!r} has neither an EOS nor a SEP token, at which the text tower "
-                "could pool; add `eos_token` to its tokenizer_config.json, or choose a tokenizer with EOS."
+                f"Tokenizer {tokenizer.name_or_path!r} has no EOS or SEP token, so the text tower has no token to pool "
+                "at; add `eos_token` to its tokenizer_config.json, or choose a tokenizer with an EOS or SEP token."
             )
         start_ids = [] if closed.bos_id is None else [closed.bos_id]
         caption_ids = tokenizer("a", add_special_tokens=False)["input_ids"]

@@ -1,8 +1,9 @@
 """Training steps in a Chrome trace from `torch.profiler`: computation, and every collective with its purpose.
 
-Computation is the time spent in operators on a CPU (ATen's, for example), and on a GPU in all kernels except NCCL's, in
-memsets, and in copies within the GPU. The purpose of a collective that a `Communicator` launched is that of the call.
-The purpose of any other collective, such as DeepSpeed's, is inferred from the operation and the phase of the step.
+On a CPU, computation is the time in operators, such as ATen's. On a GPU, it is the time in kernels other than NCCL's,
+in memsets and in copies within the GPU. A collective that a `Communicator` launched has the purpose that was passed to
+the call; the purpose of any other collective, such as DeepSpeed's, is inferred from the operation and the phase of the
+step.
 """
 
 import gzip

@@ -80,7 +80,9 @@ def test_a_shard_replaced_by_one_of_equal_size_is_one_sentence(built: Path, tmp_
     else:
         manifest = write_manifest(tmp_path / "m", resolve_shards(str(shards)), Worker(), ScanOptions(checksum=True))
     replace_by_equal_size(shards / "00000.tar")
-    with pytest.raises(UserError, match=r"00000.tar has the size that the manifest lists, but contains other samples"):
+    with pytest.raises(
+        UserError, match=r"00000.tar has the size that the manifest lists, but contains different samples"
+    ):
         dataset(manifest).batch([(0, 1)])
 
 

@@ -85,9 +85,10 @@ class Splits(NamedTuple):
 
 
 def load_splits(folder: Path, validation: int = VALIDATION) -> Splits:
-    """Load the features that `cache_features` or `cache_pixels` wrote, and standardize them by the training shards.
+    """Load the features that `cache_features` or `cache_pixels` wrote, and standardize them.
 
-    The last `validation` images of the training shards become the validation split.
+    The mean and standard deviation are those of the training shards, whose last `validation` images become the
+    validation split.
 
     Raises:
         UserError: a file cannot be read.

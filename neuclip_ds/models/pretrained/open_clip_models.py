@@ -106,8 +106,9 @@ def locate_by_name(name: str, weights: bool) -> CheckpointRef:
     source = str(tag_config.get("hf_hub", "")).rstrip("/") or tag_config.get("url")
     with explained(
         f"open_clip:{name} is not in the local cache and could not be downloaded",
-        f"download {source} on a machine with network access, and pass the folder of a complete repository or, if the "
-        f"weights use OpenAI's image preprocessing, their file as open_clip:{architecture}/FILE",
+        f"download {source} on a machine with network access. If you copy the complete repository, pass its folder; "
+        f"if you copy only the weights file, pass open_clip:{architecture}/FILE, which assumes OpenAI's image "
+        "preprocessing",
     ):
         return CheckpointRef("open_clip", str(open_clip.download_pretrained(tag_config)), name)
 
@@ -393,7 +394,9 @@ def _read_configs(ref: CheckpointRef) -> tuple[dict[str, Any], dict[str, Any]]:
     if not ref.name:
         content = read_json(Path(ref.path) / CONFIG_FILE)
         if not isinstance(content.get("model_cfg"), dict):
-            raise UserError(f"{ref.path}/{CONFIG_FILE} has no model_cfg; put the checkpoint's file there.")
+            raise UserError(
+                f"{ref.path}/{CONFIG_FILE} has no model_cfg: replace it with the {CONFIG_FILE} of this checkpoint."
+            )
         return content["model_cfg"], content.get("preprocess_cfg", {})
     open_clip = import_open_clip()
     architecture, _, tag = ref.name.partition("/")

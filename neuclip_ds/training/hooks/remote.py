@@ -102,7 +102,10 @@ class CopyRun(Hook):
             self._end_copy(loop, timeout=_MAX_FINAL_WAIT / 2)
 
     def _start_copy(self, loop: Loop) -> None:
-        """Start copying the newest and the best checkpoint if either has changed and no copy is in progress."""
+        """Start copying the newest and the best checkpoint and the run's other files, unless a copy is in progress.
+
+        Nothing is copied if no checkpoint has changed since the last copy was started.
+        """
         if self._push is not None or self._copied_changes == loop.checkpoints.changes:
             return
         self._copied_changes = loop.checkpoints.changes
