@@ -68,7 +68,7 @@ def test_the_prompts_article_fits_the_cue() -> None:
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        ({"json": b"{}", "0.jpg": b"1"}, "needs cue, candidates and associations"),
+        ({"json": b"{}", "0.jpg": b"1"}, "must contain the keys cue, candidates and associations"),
         (
             {"json": b'{"cue": "1", "candidates": ["a"], "associations": ["b"]}', "0.jpg": b"1"},
             "none of its candidates",
