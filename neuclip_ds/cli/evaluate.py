@@ -287,7 +287,7 @@ def _score_model(
 
     def find_unscored() -> list[str]:
         """Return the keys of tasks that need a score. A set is scored again if its files have changed."""
-        known = Results(folder, identity)
+        known = Results(folder, identity, saved.name)  # version 0.1 stored the absolute path of a checkpoint
         keys: list[str] = []
         for task, path in data.tasks:
             contents[task.key] = data.contents(task, path)

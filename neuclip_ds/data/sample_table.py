@@ -202,7 +202,7 @@ class SampleTables:
 
     def image_checksums(self) -> Iterator[NDArray[np.uint64]]:
         """Yield, file by file, a number for each image with a known CRC-32; identical images have equal numbers."""
-        for crc32, sizes in self._columns(f"image{_CRC32}", f"image{_SIZE}"):
+        for _, (crc32, sizes) in self._columns(f"image{_CRC32}", f"image{_SIZE}"):
             yield ((sizes << np.uint64(32)) + crc32)[sizes > 0]
 
     def uids(self) -> Iterator[NDArray[np.uint64]]:
@@ -210,19 +210,25 @@ class SampleTables:
 
         A sample that the manifest lists several times is counted once.
         """
-        for ordinals, *words in self._columns("ordinal", *_UID):
+        for shards, (ordinals, *words) in self._columns("ordinal", *_UID):
             uids = np.stack(words, axis=1)
             is_copy = np.zeros(len(uids), dtype=bool)  # copies of a sample are in consecutive rows
-            is_copy[1:] = (ordinals[1:] == ordinals[:-1]) & (uids[1:] == uids[:-1]).all(axis=1)
+            is_copy[1:] = (shards[1:] == shards[:-1]) & (ordinals[1:] == ordinals[:-1])
             yield uids[uids.any(axis=1) & ~is_copy]
 
-    def _columns(self, *names: str) -> Iterator[list[NDArray[np.uint64]]]:
-        """Yield, file by file, the given columns as numbers; skip files in which a value is missing."""
+    def _columns(self, *names: str) -> Iterator[tuple[NDArray[np.int64], list[NDArray[np.uint64]]]]:
+        """Yield, file by file, the number of each row's shard in the file, and the given columns as numbers.
+
+        Files in which a value is missing are skipped.
+        """
         for path, locations in groupby(sorted(self.locations), key=attrgetter("file")):
+            row_groups = [location.row_group for location in locations]
             with _opened(path) as file:
-                columns = file.read_row_groups([location.row_group for location in locations], names).columns
+                columns = file.read_row_groups(row_groups, names).columns
+                sizes = [file.metadata.row_group(number).num_rows for number in row_groups]
             if not any(column.null_count for column in columns):
-                yield [column.to_numpy().astype(np.uint64) for column in columns]
+                shards = np.repeat(np.arange(len(sizes)), sizes)
+                yield shards, [column.to_numpy().astype(np.uint64) for column in columns]
 
     def source(self, shard: int) -> tuple[object, ...]:
         """Return the identity of a shard's table: the file's path, size and modification time, and the row group.

@@ -195,7 +195,7 @@ class FailureDetector:
             return Failure(rank=self._rank, host=self._host, text=_NOT_CONNECTED, code=2, is_message=True)
         delay = _REPORT_DELAY
         if self._rank != 0 and isinstance(error, TrainingDiverged | Interrupted):
-            delay += _CLOSING_TIME  # rank 0 raises the same error, but closes more than this rank does
+            delay += _CLOSING_TIME  # usually, rank 0 raises the same error, and closes more than this rank does
         if now < self._failed_at + delay:
             return None
         is_message = isinstance(error, UserError | TrainingDiverged | Interrupted)

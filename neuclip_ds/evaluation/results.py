@@ -32,12 +32,14 @@ class Average(NamedTuple):
 class Results:
     """The scores of one model, stored in a folder.
 
+    `model` identifies the model and its precision; the folder may also contain scores of `other_name`, another name of
+    the same model.
     `metrics` maps task keys to the tasks' latest metrics, and `data` maps task keys to the strings that identify their
     sets, or to None if unknown. Raises `UserError` if the folder contains scores of another model or precision, or
     scores that cannot be read, or if the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, model: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, model: Mapping[str, Any], other_name: str | None = None) -> None:
         self._path = folder / FILE
         self._model_path = folder / "model.json"
         with explain_disk(folder, _FIX):
@@ -49,7 +51,8 @@ class Results:
             if self._model_path.is_file():
                 with explained(f"{self._model_path} cannot be read", _FIX):
                     scored_model = json.loads(self._model_path.read_text(encoding="utf-8"))
-            if scored_model != json.loads(json.dumps(model)):
+            names = [model, {**model, "model": other_name}]
+            if scored_model not in json.loads(json.dumps(names)):
                 other = "unknown, because model.json is missing"
                 if scored_model is not None:
                     other = ", ".join(f"{name}: {value}" for name, value in scored_model.items())

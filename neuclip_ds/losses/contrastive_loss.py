@@ -192,8 +192,8 @@ class ContrastiveLoss(nn.Module):
         self.feature_gradient_norm: Tensor | None = None
         self._build(Communicator(device, group) if communicator is None else communicator, dtype)
         for stored_name in (REFERENCE, TEACHER):
-            if self._announces(stored_name):
-                self._require_usable(stored_name)
+            if self._announces(stored_name) and (problem := self._unusable(stored_name)):
+                raise UserError(problem)
         if self.function.needs_index and not samples:
             raise UserError(
                 f"{self._name} needs the index of each sample: pass the size of the training set as samples=..."
@@ -236,11 +236,10 @@ class ContrastiveLoss(nn.Module):
 
         Raises:
             RuntimeError: the batch of the last `begin` has not been passed to the loss; see `abandon`.
-            ValueError: stored features have the wrong shape, the options require a reference model or a teacher and the
-                call lacks its features, the number of teachers does not match `distill.temperature` or, with
-                `validate=True`, an argument is invalid (only the rank that makes such a call raises the error); or the
-                rank or the world size has changed since the first training call.
-            UserError: the method cannot use a reference model or a teacher.
+            ValueError: stored features have the wrong shape, the method cannot use a reference model or a teacher, the
+                options require one and the call lacks its features, the number of teachers does not match
+                `distill.temperature` or, with `validate=True`, an argument is invalid (only the rank that makes such a
+                call raises the error); or the rank or the world size has changed since the first training call.
 
         Example:
             import torch
@@ -263,7 +262,7 @@ class ContrastiveLoss(nn.Module):
             raise RuntimeError(
                 "begin() was called twice: pass the first batch to the loss (pending=...), or call abandon()."
             )
-        stored = self._stored_batch(reference, teacher)
+        stored = StoredBatch.of(reference, teacher)
         problem = self._problem_with_models(stored)
         if self.validates:
             if problem is None:
@@ -327,14 +326,14 @@ class ContrastiveLoss(nn.Module):
                 option `distill` contains the settings. Stored features receive no gradient.
 
         Raises:
-            ValueError: with `validate=True` and without `pending`, on all ranks, any rank's arguments are invalid, the
-                options require a reference model or a teacher and any rank's call lacks its features, the number of
-                teachers does not match `distill.temperature`, or ranks differ in training mode, in the dtype of the
-                features or in the stored features' number or width; with `validate=False`, only on the rank concerned,
-                required stored features are missing, stored features have the wrong shape, or the number of teachers
-                does not match; or the rank or the world size has changed since the first training call.
-            UserError: fewer than two rows of the global batch are valid, the method cannot use a reference model or a
-                teacher, or calls of `neuclip_queue` differ in the width of their reference or in whether they pass one.
+            ValueError: with `validate=True` and without `pending`, on all ranks, any rank's arguments are invalid, any
+                rank passes stored features that the method cannot use or lacks those that the options require, the
+                number of teachers does not match `distill.temperature`, or ranks differ in training mode, in the dtype
+                of the features or in the stored features' number or width; with `validate=False`, only on the rank
+                concerned, stored features are missing, unusable, of the wrong number or of the wrong shape; or the rank
+                or the world size has changed since the first training call.
+            UserError: fewer than two rows of the global batch are valid, or calls of `neuclip_queue` differ in the
+                width of their reference or in whether they pass one.
             RuntimeError: activation checkpointing repeats the call, which would update the loss's state twice;
                 `pending` is not the batch of the last `begin`, or is omitted although `begin` was called; the features
                 of `pending` are incomplete, or another optional argument is passed with it; `begin` and this call
@@ -358,7 +357,7 @@ class ContrastiveLoss(nn.Module):
         autocast = torch.is_autocast_enabled(device_type)
         with torch.no_grad(), torch.autocast(device_type, enabled=False) if autocast else nullcontext():
             if pending is None:
-                stored = self._stored_batch(reference, teacher)
+                stored = StoredBatch.of(reference, teacher)
                 pending = self._send(image_features, text_features, index, valid, training, position, stored)
             elif any(argument is not None for argument in (index, valid, position, reference, teacher)):
                 raise RuntimeError(
@@ -486,10 +485,13 @@ class ContrastiveLoss(nn.Module):
         function = self.whole_function
         if not isinstance(function, GlobalContrastiveLoss):
             raise UserError(f"{self._name} estimates no normalizers: use another method.")
+        problem = None
         if reference is not None:
-            self._require_usable(REFERENCE)
+            problem = self._unusable(REFERENCE)
         elif self._announces(REFERENCE):
-            raise UserError(_missing(REFERENCE))
+            problem = _missing(REFERENCE)
+        if problem is not None:
+            raise UserError(problem)
         self._undo_if_scaler_skipped()
         if valid is None:
             valid = torch.ones(len(index), dtype=torch.bool, device="cpu")
@@ -585,7 +587,7 @@ class ContrastiveLoss(nn.Module):
         self._communicator.barrier()
 
     def load(self, folder: Path | str) -> None:
-        """Read the state that `save` wrote; the number of ranks may differ. All ranks must call `load`.
+        """Read the state that `save` wrote, including `lr`; the number of ranks may differ. All ranks must call `load`.
 
         Raises:
             UserError: the folder is incomplete or cannot be read, or was saved with a different `method`, `dim`,
@@ -740,16 +742,16 @@ class ContrastiveLoss(nn.Module):
         pending.begin_reads()
         return pending
 
-    def _stored_batch(self, reference: StoredRows | None, teacher: Teachers | None) -> StoredBatch:
-        """Return a call's stored features; raise `UserError` if the loss cannot use them."""
-        stored = StoredBatch.of(reference, teacher)
-        for name, _ in stored:
-            self._require_usable(name)
-        return stored
-
     def _problem_with_models(self, stored: StoredBatch) -> str | None:
-        """Return a message if required stored features are missing, or if the number of teachers is wrong, or None."""
+        """Return a message if the loss cannot use the stored features, or if required ones are missing, or None.
+
+        The message may also be about a wrong number of teachers.
+        """
         given = [name for name, _ in stored]
+        for name in given:
+            problem = self._unusable(name)
+            if problem is not None:
+                return problem
         for name in (REFERENCE, TEACHER):
             if self._announces(name) and name not in given:
                 return _missing(name)
@@ -766,12 +768,13 @@ class ContrastiveLoss(nn.Module):
             return self._config.reference_model is not None
         return self._config.distill.features is not None
 
-    def _require_usable(self, name: str) -> None:
-        """Raise `UserError` if the loss cannot use these stored features."""
-        if name not in self.function.uses_stored:
-            if self._config.prefixes:
-                raise UserError(f"The option `prefixes` cannot be combined with {_USES[name]}: omit one of them.")
-            raise UserError(f"{self._name} cannot use {_USES[name]}: {_FIXES[name]}")
+    def _unusable(self, name: str) -> str | None:
+        """Return a message if the loss cannot use these stored features, or None."""
+        if name in self.function.uses_stored:
+            return None
+        if self._config.prefixes:
+            return f"`prefixes` cannot be combined with {_USES[name]}: omit one of these options."
+        return f"{self._name} cannot use {_USES[name]}: {_FIXES[name]}"
 
     def _problem_with(
         self, image: Tensor, text: Tensor, index: Tensor | None, valid: Tensor | None, training: bool
@@ -891,7 +894,7 @@ class ContrastiveLoss(nn.Module):
                 )
         self._move(self._communicator.device, getattr(torch, saved["dtype"]), keep=False)
         self._calls = saved["calls"]
-        self.lr = saved["lr"]
+        self.lr = saved.get("lr", self.lr)  # states of version 0.1 have no lr
         self._undo = None
 
 

@@ -234,7 +234,10 @@ class LearnableTemperature(Temperature):
         return state
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a state from `replicated_state`; raise `UserError` if the state is for a different variable."""
+        """Restore a state from `replicated_state`.
+
+        Raises `UserError` if the state is for a different variable or optimizer.
+        """
         if not self._scalars.keys() <= state.keys():
             saved_variable = "log" if self._learns_tau else "tau"
             raise UserError(
@@ -242,9 +245,17 @@ class LearnableTemperature(Temperature):
                 f"uses {self._config.variable}: set this option to {saved_variable}, or start a new run."
             )
         for name, scalar in self._scalars.items():
+            prefix = f"adam.{name}."
+            saved_keys = {key.removeprefix(prefix) for key in state if key.startswith(prefix)}
+            if saved_keys not in (set(), _STATE_KEYS[self._config.optimizer]):
+                fitting = [optimizer for optimizer, keys in _STATE_KEYS.items() if keys == saved_keys]
+                raise UserError(
+                    f"The saved temperature was learned with another optimizer ({', '.join(fitting) or 'unknown'}) "
+                    f"than objective.temperature.optimizer={self._config.optimizer}: set this option to the saved one."
+                )
             with torch.no_grad():
                 scalar.copy_(state[name])
-            load_adam_state(self._optimizer, scalar, state, f"adam.{name}.")
+            load_adam_state(self._optimizer, scalar, state, prefix)
 
 
 class LogTemperature(LearnableTemperature):
@@ -291,6 +302,10 @@ class RobustTemperature(LearnableTemperature):
         grad_tau = signal.tau_term + 2 * self.rho(position) - data_term
         self.descend(position, theta=signal.with_distillation(-self.tau * grad_tau))
         # docs: end
+
+
+# names of the optimizer's state of a parameter, by the value of `temperature.optimizer`
+_STATE_KEYS = {"adam": {"step", "exp_avg", "exp_avg_sq"}, "lion": {"exp_avg"}, "sgd": {"momentum_buffer"}}
 
 
 def _optimizer(scalars: list[Parameter], name: str, context: LossContext) -> torch.optim.Optimizer:

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 AVERAGED = "ema/"  # prefix of metrics of the averaged weights
 CHANCE = "chance/"  # prefix of the chance level of a score
+NORMALIZER = "normalizer_"  # prefix of the results of comparing normalizers
 _SCORE_PREFIXES = (  # in display order
     "average/",
     "zero_shot_top",

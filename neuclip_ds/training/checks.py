@@ -186,7 +186,7 @@ def fingerprint(config: Config) -> Fingerprint:
 
 def _state_options(objective: ObjectiveConfig) -> Fingerprint:
     """Return the options that determine the tensors of the loss's state."""
-    names = ("temperature.optimizer", *find_method(objective.method).state_options)
+    names = find_method(objective.method).state_options
     return {f"objective.{name}": attrgetter(name)(objective) for name in names}
 
 

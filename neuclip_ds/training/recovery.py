@@ -139,9 +139,13 @@ def check_temperature(checkpoint: Path, recovered_tau: Tensor | None, tau: float
 
 def _check_length(checkpoint: Path, meta: Mapping[str, Any], n: int, epochs: float) -> None:
     """Raise `UserError` if a checkpoint of a recovery with n pairs was saved before the end of `epochs` epochs."""
-    batch_size = meta["facts"]["batch_size"]
-    steps_per_epoch = n // batch_size if meta["facts"]["drop_last"] else math.ceil(n / batch_size)
-    if RECOVERY in checkpoint.parts and meta["step"] < math.floor(epochs * steps_per_epoch):
+    if checkpoint.resolve().parents[1].name != RECOVERY:
+        return
+    facts = meta["facts"]
+    has_whole_batches = facts["drop_last"] or "sources" in facts  # mixtures omit an incomplete last batch
+    steps_per_epoch = n / facts["batch_size"]
+    steps_per_epoch = max(1, math.floor(steps_per_epoch) if has_whole_batches else math.ceil(steps_per_epoch))
+    if meta["step"] < math.floor(epochs * steps_per_epoch):
         raise UserError(
             f"The recovery in {checkpoint} ended after {meta['step']:,} steps, but recovery.epochs={epochs:g} is "
             f"{math.floor(epochs * steps_per_epoch):,} steps: finish this recovery (repeat the command of its run), or "

@@ -333,6 +333,15 @@ def test_a_sample_whose_uid_is_listed_twice_is_no_repeat(tmp_path, caplog):
     assert "have the uid of an earlier sample" not in caplog.text
 
 
+def test_a_uid_that_is_the_first_of_two_shards_is_a_repeat(tmp_path, caplog):
+    _, uids = uid_shards(tmp_path / "pool", [2])
+    uid = json.dumps({"uid": uids[1]}).encode()
+    samples = {number: {"jpg": jpeg(number), "txt": b"caption", "json": uid} for number in range(2)}
+    paths = paths_of(write_pairs(tmp_path / "shards", [1, 1], replace=samples))
+    write_manifest(tmp_path / "m", paths, Worker(), CHECKED)
+    assert "1 of 2 samples have the uid of an earlier sample" in caplog.text
+
+
 def test_an_interrupted_build_with_uids_scans_again_after_these_have_changed(tmp_path):
     folder, uids = uid_shards(tmp_path / "pool", [3, 3, 3])
     options = ScanOptions(uids=(write_uids(tmp_path / "a.npy", uids[:1]),))

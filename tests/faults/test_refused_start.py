@@ -48,7 +48,7 @@ REFUSED = {
     ),
     "temperature": (
         ["--objective.temperature.optimizer=lion"],
-        "objective.temperature.optimizer=adam, but this run uses objective.temperature.optimizer=lion",
+        "another optimizer (adam) than objective.temperature.optimizer=lion",
     ),
     "two ranks": (["--model.text.width=24"], "model.text.width=16, but this run uses model.text.width=24"),
     "same shapes": (["--model.text.heads=4"], "model.text.heads=2, but this run uses model.text.heads=4"),

@@ -186,5 +186,5 @@ def test_stored_features_are_refused_by_name() -> None:
     loss_fn = build_loss("openclip", dim=DIM, prefixes=PREFIXES)
     image, text = pairs(ROWS, DIM)
     for name in ("reference", "teacher"):
-        with pytest.raises(UserError, match="prefixes"):
+        with pytest.raises(ValueError, match="prefixes"):
             call(loss_fn, image, text, **{name: (image, text)})

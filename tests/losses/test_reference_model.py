@@ -270,7 +270,7 @@ def test_methods_without_a_form_for_a_reference_refuse_it_by_name(method: str) -
     image, text = pairs(ROWS, DIM)
     loss_fn = build_loss(method)
     for begins in (False, True):
-        with pytest.raises(UserError, match=f"{method} cannot use a reference model"):
+        with pytest.raises(ValueError, match=f"{method} cannot use a reference model"):
             if begins:
                 loss_fn.begin(torch.arange(ROWS), reference=(image, text))
             else:
@@ -281,7 +281,7 @@ def test_a_custom_loss_refuses_stored_features() -> None:
     image, text = pairs(ROWS, DIM)
     loss_fn = build_loss(autograd_loss(lambda image, text, index: (image - text).square().sum()))
     for arguments in ({"reference": (image, text)}, {"teacher": (image, text)}):
-        with pytest.raises(UserError, match="The loss cannot use"):
+        with pytest.raises(ValueError, match="The loss cannot use"):
             loss_fn(image, text, **arguments)
 
 

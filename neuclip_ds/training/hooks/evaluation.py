@@ -14,7 +14,7 @@ from neuclip_ds.distributed.stop_signals import deferring
 from neuclip_ds.engine.average import WeightAverage
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.evaluator import Evaluator
-from neuclip_ds.reporting.metrics import AVERAGED, CHANCE, read_metrics, score_lines, scores_among
+from neuclip_ds.reporting.metrics import AVERAGED, CHANCE, NORMALIZER, read_metrics, score_lines, scores_among
 from neuclip_ds.training.checkpointing import SaveCheckpoints
 from neuclip_ds.training.hooks import Hook
 
@@ -237,6 +237,6 @@ def _evaluations(folder: Path) -> dict[int, dict[str, float]]:
     results: dict[int, dict[str, float]] = {}
     for record in read_metrics(folder / "metrics.jsonl"):
         step = int(record.pop("step"))
-        if any(name.startswith(CHANCE) for name in record):  # records of training and of hooks have no chance levels
+        if any(name.startswith((CHANCE, NORMALIZER)) for name in record):  # unlike records of training and of hooks
             results.setdefault(step, {}).update(record)
     return results
