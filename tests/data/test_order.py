@@ -82,11 +82,11 @@ def test_a_batch_takes_samples_from_all_streams():
 def test_impossible_orders_and_steps_are_refused():
     with pytest.raises(UserError, match="must be at least 0"):
         mixture_of([0, 0, 0])
-    with pytest.raises(UserError, match=r"Source number 2 .* weight 0\.001 of 3\.001, too little for one row"):
+    with pytest.raises(UserError, match=r"Source number 2 .* weight of 0\.001 out of a total of 3\.001, too little for one sample"):
         mixture_of([1, 0.001, 2])
     with pytest.raises(UserError, match="drop_last=true leaves no batch, because the 7 samples are fewer"):
         order_of([7], 8, drop_last=True)
-    with pytest.raises(UserError, match="contains 1 sample;"):
+    with pytest.raises(UserError, match="contains 1 sample, but at least 2"):
         order_of([1, 0], 8)
     with pytest.raises(IndexError, match="step 3"):
         order_of([10, 10], 8).batch(0, 3)

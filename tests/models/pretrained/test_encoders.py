@@ -217,7 +217,7 @@ def test_folders_without_a_usable_text_encoder_are_refused(
     model, tokenizer = new_bert()
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"no modules.json .*set --pooling"):
+    with pytest.raises(UserError, match=r"no modules.json, .*set --pooling"):
         open_text_encoder(tmp_path)
     damage(tmp_path)
     with pytest.raises(UserError, match=message):
@@ -226,7 +226,7 @@ def test_folders_without_a_usable_text_encoder_are_refused(
 
 def test_a_dual_encoder_is_not_a_text_encoder(tmp_path: Path) -> None:
     save_clip(tmp_path)
-    with pytest.raises(UserError, match=r"omit `hf:`"):
+    with pytest.raises(UserError, match=r"without `hf:`"):
         open_text_encoder(tmp_path, "eos")
 
 
