@@ -82,7 +82,7 @@ def test_a_batch_takes_samples_from_all_streams():
 def test_impossible_orders_and_steps_are_refused():
     with pytest.raises(UserError, match="must be at least 0"):
         mixture_of([0, 0, 0])
-    with pytest.raises(UserError, match=r"Source number 2 .* weight of 0\.001 out of a total of 3\.001, too little for one sample"):
+    with pytest.raises(UserError, match=r"Source number 2 .* weight of 0\.001 out of a total of 3\.001, too little"):
         mixture_of([1, 0.001, 2])
     with pytest.raises(UserError, match="drop_last=true leaves no batch, because the 7 samples are fewer"):
         order_of([7], 8, drop_last=True)
