@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -485,11 +485,7 @@ class ContrastiveLoss(nn.Module):
         function = self.whole_function
         if not isinstance(function, GlobalContrastiveLoss):
             raise UserError(f"{self._name} estimates no normalizers: use another method.")
-        problem = None
-        if reference is not None:
-            problem = self._unusable(REFERENCE)
-        elif self._announces(REFERENCE):
-            problem = _missing(REFERENCE)
+        problem = self._problem_with_models(StoredBatch.of(reference, None), required=(REFERENCE,))
         if problem is not None:
             raise UserError(problem)
         self._undo_if_scaler_skipped()
@@ -742,19 +738,19 @@ class ContrastiveLoss(nn.Module):
         pending.begin_reads()
         return pending
 
-    def _problem_with_models(self, stored: StoredBatch) -> str | None:
-        """Return a message if the loss cannot use the stored features, or if required ones are missing, or None.
+    def _problem_with_models(self, stored: StoredBatch, required: Sequence[str] = (REFERENCE, TEACHER)) -> str | None:
+        """Return a message if the loss cannot use the stored features, or if announced ones are missing, or None.
 
-        The message may also be about a wrong number of teachers.
+        Only the features in `required` can be missing. The message may also be about a wrong number of teachers.
         """
         given = [name for name, _ in stored]
         for name in given:
             problem = self._unusable(name)
             if problem is not None:
                 return problem
-        for name in (REFERENCE, TEACHER):
+        for name in required:
             if self._announces(name) and name not in given:
-                return _missing(name)
+                return f"{_OPTIONS[name]} is set, but a batch lacks the stored features: pass {_FORMS[name]}."
         if stored.teachers:
             try:
                 self._config.distill.temperatures(len(stored.teachers))
@@ -913,11 +909,6 @@ def _config_and_builder(
         config = _validated({"method": method, **options}, f"method {method}")
         return config, find_method(method).build
     return _validated(options, "the loss"), method
-
-
-def _missing(name: str) -> str:
-    """Return the message about a call that lacks the stored features that an option requires."""
-    return f"{_OPTIONS[name]} is set, but a batch lacks the stored features: pass {_FORMS[name]}."
 
 
 def _validated(options: dict[str, Any], name: str) -> ObjectiveConfig:
