@@ -143,12 +143,13 @@ def _check_length(checkpoint: Path, meta: Mapping[str, Any], n: int, epochs: flo
         return
     facts = meta["facts"]
     has_whole_batches = facts["drop_last"] or "sources" in facts  # mixtures omit an incomplete last batch
-    steps_per_epoch = n / facts["batch_size"]
-    steps_per_epoch = max(1, math.floor(steps_per_epoch) if has_whole_batches else math.ceil(steps_per_epoch))
-    if meta["step"] < math.floor(epochs * steps_per_epoch):
+    batches = n / facts["batch_size"]
+    steps_per_epoch = max(1, math.floor(batches)) if has_whole_batches else math.ceil(batches)
+    expected_steps = math.floor(epochs * steps_per_epoch)
+    if meta["step"] < expected_steps:
         raise UserError(
             f"The recovery in {checkpoint} ended after {meta['step']:,} steps, but recovery.epochs={epochs:g} is "
-            f"{math.floor(epochs * steps_per_epoch):,} steps: finish this recovery (repeat the command of its run), or "
+            f"{expected_steps:,} steps: finish this recovery (repeat the command of its run), or "
             "set recovery.epochs to its value in that run."
         )
 
