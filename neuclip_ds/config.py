@@ -27,7 +27,7 @@ from pydantic import (
 from pydantic_settings import NoDecode
 
 from neuclip_ds.errors import UserError, counted
-from neuclip_ds.losses.methods import method_of
+from neuclip_ds.losses.methods import find_method, method_of
 from neuclip_ds.losses.options import ObjectiveConfig, default_objective, objective_config
 from neuclip_ds.section import Section, is_given, merge
 
@@ -624,6 +624,11 @@ class Config(Section):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as this class: a subclass with the options of registered losses cannot be imported by its name."""
         return Config.__new__, (Config,), self.__getstate__()
+
+    def recovers_u(self) -> bool:
+        """Return whether training starts with values of u from a recovery."""
+        uses_recovery = self.recovery.epochs > 0 and "statistics" in self.recovery.restore
+        return uses_recovery and find_method(self.objective.method).keeps_u
 
     def rank_batch(self, world_size: int) -> int:
         """Return the number of pairs per rank in a global batch; raise `UserError` if it is not a whole number."""

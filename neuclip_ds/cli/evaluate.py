@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> None:
         "--tasks",
         nargs="+",
         default=[],
-        help="names, keys or patterns of evaluation sets to score (default: all); shards of pairs are always scored",
+        help="names, keys or patterns of evaluation sets to score (default: all); pairs are always scored",
     )
     parser.add_argument(
         "--out",
@@ -200,8 +200,8 @@ def _open_tasks(
 ) -> _TaskData:
     """Open the tasks in --data on all ranks.
 
-    Raises UserError if a task cannot be used, if two tasks have the same name, or if --data contains evaluation sets
-    and a name in --tasks matches no set on disk.
+    Raises UserError if a task cannot be used, if two tasks have the same name, or if a name in --tasks matches no
+    evaluation set in --data.
 
     Args:
         options: options of the command line.
@@ -215,6 +215,11 @@ def _open_tasks(
 
     task_list = load_tasks()
     sources, sets = communicator.on_rank_zero(lambda: _partition(options.data, options.names))
+    if options.tasks and not sets:
+        raise UserError(
+            "--tasks has no effect, because --data contains only pairs, which are always scored: omit --tasks, or add "
+            "evaluation sets to --data."
+        )
     tasks: list[tuple[Task, Path]] = []
     if sets:
         own_names = {Path(path): options.names[path] for path in sets if path in options.names}

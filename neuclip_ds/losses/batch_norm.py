@@ -15,16 +15,19 @@ def batch_norms(module: nn.Module) -> list[BatchNorm]:
 
 @contextmanager
 def kept_statistics(layers: Sequence[BatchNorm]) -> Iterator[None]:
-    """Keep the running means and variances of batch-norm layers unchanged in the enclosed code.
+    """Keep the running means and variances of batch-norm layers, and their counts of passes, unchanged in a block.
 
-    Layers in training mode still normalize with batch statistics, and their `num_batches_tracked` still counts the
-    passes.
+    Layers in training mode still normalize with batch statistics.
     """
     momenta = [layer.momentum for layer in layers]
+    # a layer with momentum=None averages over as many passes as it has counted
+    counts = [None if layer.num_batches_tracked is None else layer.num_batches_tracked.clone() for layer in layers]
     for layer in layers:
         layer.momentum = 0.0
     try:
         yield
     finally:
-        for layer, momentum in zip(layers, momenta, strict=True):
+        for layer, momentum, count in zip(layers, momenta, counts, strict=True):
             layer.momentum = momentum
+            if layer.num_batches_tracked is not None and count is not None:
+                layer.num_batches_tracked.copy_(count)

@@ -43,6 +43,11 @@ class Method:
     """Whether a config with a reference model is rejected before the loss is built, because the loss cannot use it.
     False for registered losses, even for those that reject a reference model when they are built."""
 
+    @property
+    def keeps_u(self) -> bool:
+        """Whether the method keeps the moving average u for each sample."""
+        return "moving_average" in self.sections
+
     def build(self, config: ObjectiveConfig, context: LossContext) -> LossFunction:
         """Build the loss; raise `UserError` if an option or a size is missing or cannot be used."""
         if not isinstance(self.builder, str):

@@ -65,9 +65,7 @@ def _check_stored_features(config: Config) -> None:
             "recovery.epochs cannot be combined with objective.prefixes, whose statistics are not recovered: omit one "
             "of these options."
         )
-    keeps_u = "moving_average" in find_method(objective.method).sections
-    recovers_u = keeps_u and bool(config.recovery.epochs) and "statistics" in config.recovery.restore
-    if recovers_u and objective.epoch_steps is not None and objective.moving_average.gamma == "cosine":
+    if config.recovers_u() and objective.epoch_steps is not None and objective.moving_average.gamma == "cosine":
         raise UserError(
             "objective.epoch_steps cannot be combined with recovered statistics, because gamma's schedule, which then "
             "counts steps of training only, would start at 1 and overwrite them: omit objective.epoch_steps, or set "

@@ -44,17 +44,12 @@ _TABLE = "samples"  # the table that contains u
 _TAU = "temperature.tau"  # key of tau in methods with a constant temperature
 
 
-def keeps_u(method: str) -> bool:
-    """Return whether a method keeps u for each sample; without u, only the optimizer's moments are recovered."""
-    return "moving_average" in find_method(method).sections
-
-
 def recovered_objective(config: Config) -> ObjectiveConfig:
     """Return the options of the recovery's loss: `recovery.loss`, or its default, at a fixed temperature."""
     objective = config.objective
     loss = config.recovery.loss
     if loss is None:
-        loss = "gcl" if keeps_u(objective.method) else "method"
+        loss = "gcl" if find_method(objective.method).keeps_u else "method"
     if loss == "method":  # tau has the encoders' learning rate, which is 0
         temperature = objective.temperature.model_copy(update={"schedule": "encoder"})
         return objective.model_copy(update={"temperature": temperature})
@@ -105,7 +100,7 @@ def load_recovered_state(checkpoint: Path, context: RunContext, loss: Contrastiv
 
     tables = loss.function.row_tables()
     if "statistics" in restore and _TABLE in tables:
-        if not keeps_u(method):
+        if not find_method(method).keeps_u:
             raise UserError(
                 f"{checkpoint} was recovered with the loss of {method}, which does not keep u: set "
                 "recovery.restore=[moments], or recover with recovery.loss=gcl."
@@ -167,10 +162,7 @@ def _check_reference(checkpoint: Path, recovered: Mapping[str, Any], data: Mappi
 
 def gamma_epoch_offset(config: Config) -> int:
     """Return how many epochs of gamma's schedule to skip: gamma's initial value, 1, would overwrite the recovered u."""
-    recovery = config.recovery
-    if recovery.epochs and "statistics" in recovery.restore and keeps_u(config.objective.method):
-        return max(1, int(recovery.epochs))
-    return 0
+    return max(1, int(config.recovery.epochs)) if config.recovers_u() else 0
 
 
 def find_reused(context: RunContext) -> Path:

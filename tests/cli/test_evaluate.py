@@ -66,6 +66,8 @@ def test_only_tasks_without_a_score_are_scored(tmp_path: Path) -> None:
         write_pairs(tmp_path / name, [3, 2])
     twice = ["--data", "more", "elsewhere/more"]
     assert "are called more" in call("tools/evaluate.py", "model", *options, *twice, folder=tmp_path, code=2).stderr
+    only_pairs = ["--data", "more", "--out=scores", "--tasks", "cifar10"]
+    assert "--tasks has no effect" in call("tools/evaluate.py", "model", *only_pairs, folder=tmp_path, code=2).stderr
     run = call("tools/evaluate.py", "model", *options, folder=tmp_path)
     scores = lines_of(out)
     assert sorted(scores) == ["CIFAR-10", "Flickr", "held", "other", "pairs", "pets"]

@@ -1,4 +1,4 @@
-"""Batch-norm statistics of bf16 towers are computed in float32, and are saved, resumed and loaded."""
+"""Batch-norm statistics of bf16 towers are computed in float32, saved, resumed and loaded; extra passes keep them."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 from neuclip_ds.checkpoint.saved_model import open_model
 from neuclip_ds.checkpoint.sharded_state import BUFFER, STATE, StateFiles
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.losses.batch_norm import batch_norms
+from neuclip_ds.losses.batch_norm import batch_norms, kept_statistics
 from neuclip_ds.recipe import validate
 from neuclip_ds.reporting.metrics import read_metrics
 from neuclip_ds.training.hooks import Hook
@@ -93,3 +93,18 @@ def test_every_stage_trains_resumes_and_loads_float32_statistics_of_a_bf16_resne
         assert all(torch.equal(opened[key], value) for key, value in statistics.items())
         assert {x.dtype for x in statistics.values()} == {torch.float32}
         assert any((x != x.bfloat16()).any() for x in statistics.values())
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_passes_that_keep_the_statistics_do_not_change_later_averages(momentum: float | None) -> None:
+    """With momentum=None, a layer averages over as many passes as it has counted."""
+    layer = torch.nn.BatchNorm1d(3, momentum=momentum)
+    single = torch.nn.BatchNorm1d(3, momentum=momentum)
+    for seed in range(3):
+        features = torch.randn(8, 3, generator=torch.Generator().manual_seed(seed))
+        with kept_statistics([layer]):
+            layer(features)
+        layer(features)
+        single(features)
+    for name, value in single.state_dict().items():
+        assert torch.equal(layer.state_dict()[name], value), name
