@@ -174,9 +174,15 @@ def tars_in(folder: Path) -> list[str]:
 
 
 def captions_of(sample: Mapping[str, bytes]) -> list[str]:
-    """Return all captions of a sample of a shard, whose members are given by extension."""
+    """Return all captions of a sample of a shard, whose members are given by extension.
+
+    They are the list `captions` in the JSON or, without it, the lines of the text.
+    """
     captions: list[str] = json.loads(sample.get("json", b"{}")).get("captions")
-    return captions or [sample["txt"].decode()]
+    if captions:
+        return captions
+    lines = [line.strip() for line in sample["txt"].decode().splitlines()]
+    return [line for line in lines if line]
 
 
 class _Towers:
