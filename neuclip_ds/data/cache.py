@@ -112,10 +112,8 @@ class ShardCache:
         retries = Retries(url, self._max_outage, self._backoff)
         try:
             while not self.touch(url, expected_bytes):
-                end = time.monotonic() + self._try_to_fetch(url, expected_bytes, expected_crc32, retries)
-                while time.monotonic() < end:
-                    with deferring(False):  # a signal must end the run now, because the next step may be an hour away
-                        time.sleep(_POLL)
+                pause = self._try_to_fetch(url, expected_bytes, expected_crc32, retries)
+                _wait(pause)
         except FetchError:
             raise
         except OSError as error:
@@ -311,6 +309,14 @@ class ShardCache:
             partial = fetching / f"{name}-{size}"
             partial.mkdir(exist_ok=True)
             return partial
+
+
+def _wait(seconds: float) -> None:
+    """Wait for a number of seconds, in which a stop signal ends the run."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with deferring(False):  # a signal must end the run now, because the next step may be an hour away
+            time.sleep(_POLL)
 
 
 def _modified(path: Path) -> float:

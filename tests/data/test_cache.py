@@ -13,8 +13,9 @@ import forks
 import pytest
 from servers import Files, files_server, wait_for
 
+from neuclip_ds.data import cache as cache_module
 from neuclip_ds.data.cache import ShardCache
-from neuclip_ds.data.fetch import FetchError
+from neuclip_ds.data.fetch import AttemptFailed, FetchError
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import private_folder
 
@@ -130,6 +131,44 @@ def test_a_shard_that_is_missing_or_damaged_is_asked_for_once_a_minute(http, tmp
         os.utime(known, (time.time() - 61,) * 2)
     assert cache_in(tmp_path, 4).path(url(http, 2), SIZE).exists(), "a minute later it has come back"
     assert http.gets["00002.tar"] == requests + 1
+
+
+class Clock:
+    """A clock in place of the module `time`; it only moves when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1e9  # seconds
+
+    def monotonic(self) -> float:
+        return self.now
+
+    time = monotonic
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize("seconds_of_attempt", [0, 100], ids=["at once", "after a long time"])
+def test_the_pause_between_attempts_begins_when_an_attempt_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds_of_attempt: float
+) -> None:
+    clock = Clock()
+    starts: list[float] = []
+
+    def attempt_after_failure(url: str, folder: Path, *limits: float | None) -> Path:
+        starts.append(clock.now)
+        if len(starts) == 1:
+            clock.sleep(seconds_of_attempt)
+            raise AttemptFailed("the server is busy")
+        fetched = folder / "fetched"
+        fetched.write_bytes(bytes(SIZE))
+        return fetched
+
+    monkeypatch.setattr(cache_module, "time", clock)
+    monkeypatch.setattr(cache_module, "attempt", attempt_after_failure)
+    cache_in(tmp_path, 1, backoff=10).path("https://example.org/0.tar", SIZE)
+    first, second = starts
+    assert 5 <= second - (first + seconds_of_attempt) <= 10.1, "half of the backoff to all of it, and one poll"
 
 
 def visit(cache: ShardCache, urls: list[str], barrier) -> None:
