@@ -176,7 +176,6 @@ class PairDataset:
         images = torch.zeros(len(items) if self._reads_images else 0, 3, side, side, dtype=torch.uint8)
         captions = [""] * len(items)
         drawn_captions = torch.zeros(len(items), dtype=torch.int64)
-        valid = torch.from_numpy(indices != PADDING)
         reasons: dict[int, str] = {}  # by row
         if self._reads_images or self._reads_captions:
             self._samples.prefetch(indices[indices != PADDING].tolist())
@@ -192,19 +191,31 @@ class PairDataset:
                     captions[row] = pair.caption.text
                     drawn_captions[row] = pair.caption.number
             # docs: end
-        valid[list(reasons)] = False
 
+        # the stored features of the samples that could be read
         index = torch.from_numpy(indices.copy())
+        is_read = index != PADDING
+        is_read[list(reasons)] = False
+        rows = is_read.nonzero().flatten()
         if not self._reads_captions:
-            rows = valid.nonzero().flatten()
             drawn_captions[rows] = self._tables[TEXT].draw_captions(index[rows], numbers[rows.numpy()])
-        stored = self._stored_features(index, torch.from_numpy(crops), drawn_captions, valid, reasons)
+        stored, problems = self._stored_features(index, rows, torch.from_numpy(crops), drawn_captions)
         stored_image = stored[IMAGE].image if IMAGE in stored else None
         stored_text = stored[TEXT].text if TEXT in stored else None
-        if stored_image is None:
-            images[list(reasons)] = 0
+
+        # clear the rows of samples that cannot be used, of which parts may have been read
+        reasons.update(problems)
+        valid = index != PADDING
+        valid[list(reasons)] = False
+        if self._reads_images:
+            images[~valid] = 0
         for row in reasons:
             captions[row] = ""
+        for features in stored.values():
+            for values in (features.image, features.text):
+                if values is not None:
+                    values[~valid] = 0
+
         bad = [self._bad_sample(int(indices[row]), reason) for row, reason in sorted(reasons.items())]
         return Batch(
             image=images if stored_image is None else stored_image,
@@ -224,23 +235,23 @@ class PairDataset:
         return BadSample(index=index, shard=shard.path, key="", reason=reason)
 
     def _stored_features(
-        self, index: Tensor, crops: Tensor, captions: Tensor, valid: Tensor, reasons: dict[int, str]
-    ) -> dict[str, StoredFeatures]:
-        """Return each table's rows; mark rows without usable features as invalid, and add the cause to `reasons`."""
-        read: dict[str, StoredFeatures] = {}
-        rows = valid.nonzero().flatten()
+        self, index: Tensor, rows: Tensor, crops: Tensor, captions: Tensor
+    ) -> tuple[dict[str, StoredFeatures], dict[int, str]]:
+        """Return the features of the batch's `rows` in each table, and the reason for each row that lacks any of them.
+
+        `index`, `crops` and `captions` (b,) and the result have the batch's rows; features of other rows are zero.
+        """
+        stored: dict[str, StoredFeatures] = {}
+        problems: dict[int, str] = {}
         for name, table in self._tables.items():
             crops_of_rows = crops[rows] if table.has_random_crops else None
-            read[name], problems = table.rows(index[rows], crops_of_rows, captions[rows])
-            for number, problem in problems.items():
-                reasons.setdefault(int(rows[number]), f"{problem} ({table.folder})")
-        valid[list(reasons)] = False
-        is_kept = valid[rows]
-        stored = {}
-        for name, features in read.items():
-            of_all_rows = [_spread(values, rows, is_kept, len(index)) for values in (features.image, features.text)]
-            stored[name] = StoredFeatures(image=of_all_rows[0], text=of_all_rows[1])
-        return stored
+            features, problems_of_table = table.rows(index[rows], crops_of_rows, captions[rows])
+            stored[name] = StoredFeatures(
+                image=_spread(features.image, rows, len(index)), text=_spread(features.text, rows, len(index))
+            )
+            for number, problem in problems_of_table.items():
+                problems.setdefault(int(rows[number]), f"{problem} ({table.folder})")
+        return stored, problems
 
     def _load_pair(self, index: int, augmentation_seed: int, caption_number: int) -> "_Pair | str":
         """Return the pixels and the caption of a sample, or the reason why the sample cannot be used."""
@@ -271,10 +282,10 @@ class _Pair:
     caption: DrawnCaption | None  # None if training reads no captions
 
 
-def _spread(values: Tensor | None, rows: Tensor, is_kept: Tensor, size: int) -> Tensor | None:
-    """Return a (size, d) tensor: kept `values` at their `rows`, and zeros elsewhere; None if `values` is None."""
+def _spread(values: Tensor | None, rows: Tensor, size: int) -> Tensor | None:
+    """Return a (size, d) tensor: `values` at their `rows`, and zeros elsewhere; None if `values` is None."""
     if values is None:
         return None
     result = values.new_zeros(size, values.shape[1])
-    result[rows[is_kept]] = values[is_kept]
+    result[rows] = values
     return result

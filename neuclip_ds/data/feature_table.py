@@ -2,12 +2,12 @@
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from io import FileIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -155,19 +155,10 @@ class FeatureTable:
             image=self._zeros(len(indices), self.image_width), text=self._zeros(len(indices), self.text_width)
         )
         problems: dict[int, str] = {}
-        shards = np.searchsorted(self._manifest.starts, indices, side="right") - 1
-        for shard in np.unique(shards).tolist():
-            rows = np.flatnonzero(shards == shard)
-            try:
-                part = self._part_or_retry(shard)
-            except OSError as error:
-                problems.update(dict.fromkeys(rows.tolist(), f"stored features cannot be read: {error}"))
+        for part, rows, positions, missing in self._find_by_shard(indices):
+            problems.update(missing)
+            if part is None:
                 continue
-            positions, is_stored = _find(part.index, indices[rows])
-            reason = "no stored features: neuclip-ds embed omitted the sample"
-            problems.update(dict.fromkeys(rows[~is_stored].tolist(), reason))
-            rows = rows[is_stored]
-            positions = positions[is_stored]
             if features.image is not None and part.image is not None:
                 features.image.numpy()[rows] = part.image[positions, crops[rows]]
             if features.text is not None and part.text is not None:
@@ -202,17 +193,10 @@ class FeatureTable:
         """
         indices = index.numpy()
         drawn = np.zeros(len(indices), dtype=np.int64)
-        shards = np.searchsorted(self._manifest.starts, indices, side="right") - 1
-        for shard in np.unique(shards).tolist():
-            rows = np.flatnonzero(shards == shard)
-            try:
-                part = self._part_or_retry(shard)
-            except OSError:  # `rows` reports it
+        for part, rows, positions, _ in self._find_by_shard(indices):  # `rows` reports samples without features
+            if part is None:
                 continue
             assert part.text_start is not None and part.first_caption is not None
-            positions, is_stored = _find(part.index, indices[rows])
-            rows = rows[is_stored]
-            positions = positions[is_stored]
             counts = part.text_start[positions + 1] - part.text_start[positions]
             choices = numbers[rows] % np.maximum(counts, 1).astype(np.uint64)
             drawn[rows] = part.first_caption[positions] + choices.astype(np.int64)
@@ -221,6 +205,25 @@ class FeatureTable:
     def file_of(self, shard: int) -> str:
         """Return the path or URL of the file with a shard's features."""
         return f"{self.folder}/{part_name(shard)}"
+
+    def _find_by_shard(self, indices: NDArray[np.int64]) -> Iterator["_Found"]:
+        """Find the stored features of the samples with `indices` (b,); yield a result for each shard of these samples.
+
+        Raises UserError if a file has changed or is damaged, or if `ShardCache.open` raises it.
+        """
+        shards = np.searchsorted(self._manifest.starts, indices, side="right") - 1
+        for shard in np.unique(shards).tolist():
+            rows = np.flatnonzero(shards == shard)
+            try:
+                part = self._part_or_retry(shard)
+            except OSError as error:
+                missing = dict.fromkeys(rows.tolist(), f"stored features cannot be read: {error}")
+                yield _Found(part=None, rows=rows[:0], positions=rows[:0], missing=missing)
+                continue
+            positions, is_stored = _find(part.index, indices[rows])
+            reason = "no stored features: neuclip-ds embed omitted the sample"
+            missing = dict.fromkeys(rows[~is_stored].tolist(), reason)
+            yield _Found(part=part, rows=rows[is_stored], positions=positions[is_stored], missing=missing)
 
     def _zeros(self, rows: int, width: int | None) -> Tensor | None:
         return None if width is None else torch.zeros(rows, width, dtype=self.dtype)
@@ -375,6 +378,15 @@ class _OpenPart:
 
     part: FeaturePart
     version: tuple[int, int]
+
+
+class _Found(NamedTuple):
+    """The stored features of the samples of one shard, among b samples that were asked for."""
+
+    part: FeaturePart | None  # None if the shard's features cannot be read
+    rows: NDArray[np.int64]  # (s,) the rows, 0 ... b - 1, of the samples with stored features
+    positions: NDArray[np.int64]  # (s,) the positions of these samples in the part
+    missing: dict[int, str]  # the reason for each row without stored features
 
 
 def _version(status: os.stat_result) -> tuple[int, int]:
