@@ -6,9 +6,9 @@ have room for all shards in the window. A window of 8 million samples of 45 kB e
 (calculated).
 """
 
-import math
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from neuclip_ds.errors import UserError
@@ -26,6 +26,11 @@ class Interleave(NamedTuple):
 
     streams: int  # S, a divisor of the global batch
     block: int  # positions of a stream that are shuffled together
+
+    @property
+    def window(self) -> int:
+        """The number of samples that are shuffled together."""
+        return self.streams * self.block
 
 
 def choose_interleave(
@@ -64,25 +69,21 @@ def choose_interleave(
     if cache_bytes is None:
         return Interleave(stream_counts[0], block or max(largest_window // stream_counts[0], 1))
 
+    candidates = []
+    for count in stream_counts:
+        blocks = [block] if block else _block_sizes(largest_window, count)
+        candidates.append([Interleave(count, size) for size in blocks])
+
+    def fits(node_counts: set[int], interleave: Interleave) -> bool:
+        return all(resident_bytes(interleave, count) <= FULL * cache_bytes for count in node_counts)
+
     # prefer an interleave that also fits in the caches of half the nodes
     half_the_nodes = -(-nodes // 2)
-    for node_counts in ({half_the_nodes, nodes}, {nodes}):
-
-        def needed_bytes(interleave: Interleave, node_counts: set[int] = node_counts) -> float:
-            return max(resident_bytes(interleave, count) for count in node_counts)
-
-        best: Interleave | None = None
-        for count in stream_counts:
-            blocks = [block] if block else _block_sizes(largest_window, count)
-            candidates = [Interleave(count, size) for size in blocks]
-            # a smaller block needs fewer bytes, so the largest block that fits is found by bisection
-            first_fit = bisect_left(candidates, -FULL * cache_bytes, key=lambda candidate: -needed_bytes(candidate))
-            if first_fit < len(candidates) and (best is None or math.prod(candidates[first_fit]) > math.prod(best)):
-                best = candidates[first_fit]
-            elif best is not None:  # fewer streams would give even smaller windows
-                break
-        if best is not None:
-            return best
+    best = _largest_fit(candidates, partial(fits, {half_the_nodes, nodes}))
+    if best is None:
+        best = _largest_fit(candidates, partial(fits, {nodes}))
+    if best is not None:
+        return best
 
     smallest = resident_bytes(Interleave(stream_counts[-1], block or _SMALLEST_BLOCK), nodes)
     other_fix = ""
@@ -94,6 +95,22 @@ def choose_interleave(
         f"The cache of {in_gigabytes(cache_bytes)} GB is too small for the remote files that a node reads at "
         f"the same time: set data.cache_gb={in_gigabytes(1.01 * smallest / FULL)} or more{other_fix}."
     )
+
+
+def _largest_fit(candidates: Sequence[Sequence[Interleave]], fits: Callable[[Interleave], bool]) -> Interleave | None:
+    """Return the candidate with the largest window that fits, or None if no candidate fits.
+
+    Each list contains the candidates with one number of streams, largest block first; the numbers of streams decrease.
+    """
+    best: Interleave | None = None
+    for of_one_count in candidates:
+        # a smaller block needs fewer bytes, so the largest block that fits is found by bisection
+        first_fit = bisect_left(of_one_count, True, key=fits)
+        if first_fit < len(of_one_count) and (best is None or of_one_count[first_fit].window > best.window):
+            best = of_one_count[first_fit]
+        elif best is not None:  # fewer streams would give even smaller windows
+            break
+    return best
 
 
 def in_gigabytes(size: float) -> str:

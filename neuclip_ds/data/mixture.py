@@ -6,7 +6,7 @@ of each block to sources. At step t, stream s uses block j = s + t (mod S) of th
 source is therefore the same in every batch, and all streams of a source advance at the same rate.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -126,11 +126,14 @@ class MixtureOrder:
 
         The source's weight must be above 0.
         """
-        first_step = max(0, taken // int(self._rows_per_cycle[source]) - 1) * self._streams
-        # the first step after which more than `taken` samples have been taken
-        return first_step + bisect_right(
-            range(3 * self._streams), 0, key=lambda n: self.taken(source, stream, first_step + n + 1) > taken
-        )
+
+        def has_taken_more(step: int) -> bool:
+            """Return whether the steps up to and including `step` take more than `taken` samples."""
+            return self.taken(source, stream, step + 1) > taken
+
+        cycle = taken // int(self._rows_per_cycle[source])  # the S steps of each cycle take the same number of samples
+        steps = range(cycle * self._streams, (cycle + 1) * self._streams)
+        return steps.start + bisect_left(steps, True, key=has_taken_more)
 
 
 BatchOrder = GlobalOrder | MixtureOrder

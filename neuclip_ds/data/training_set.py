@@ -226,12 +226,11 @@ def open_order(
             log.warning("%s", problem)
         if saved is None and data.shuffle_block_size is None:
             without_cache = choose_interleave(shards, data.batch_size, nodes=nodes, streams=data.shard_streams)
-            window = interleave.streams * interleave.block
-            if window < min(without_cache.streams * without_cache.block, int(manifest.sizes.sum())):
+            if interleave.window < min(without_cache.window, int(manifest.sizes.sum())):
                 log.warning(
                     "the cache limits the shuffle buffer to %s samples: raise data.cache_gb (now %g) to shuffle more "
                     "samples together",
-                    f"{window:,}",
+                    f"{interleave.window:,}",
                     data.cache_gb,
                 )
 
