@@ -94,38 +94,66 @@ def eval_jobs(manifest: Manifest, rank: int, world_size: int, batch_size: int) -
     return Jobs(count=batches, items=items, describe="evaluation batch {}".format)
 
 
-class Loader(WorkerPool):
+class Loader:
     """Persistent worker processes that load image-caption batches or apply functions to items.
 
     `pairs` maps names to datasets. The forked workers inherit these datasets, so large manifests are not pickled.
     """
 
     def __init__(self, options: LoaderOptions, pairs: Mapping[str, PairDataset] | None = None) -> None:
-        super().__init__(self._do_job, options)
         self._pairs = pairs or {}
+        self._pool = WorkerPool(self._do_job, options)
 
     def batches(self, source: str, jobs: Jobs) -> Generator[Batch, None, None]:
-        """Yield the batches or parts that `jobs` selects from the `source` dataset; raise the same errors as `run`."""
-        jobs_with_source = ((source, jobs.items(job)) for job in range(jobs.count))
-        return self.run(jobs_with_source, jobs.describe, self._pairs[source].folder)
+        """Yield the batches or parts that `jobs` selects from the `source` dataset.
+
+        Raises the same errors as `WorkerPool.run`.
+        """
+        to_load = (_LoadBatch(source=source, items=jobs.items(job)) for job in range(jobs.count))
+        return self._pool.run(to_load, jobs.describe, self._pairs[source].folder)
 
     def map(
         self, function: Callable[[T], R], groups: Iterable[list[T]], folder: Path
     ) -> Generator[list[R], None, None]:
-        """Apply a function to each item, and yield a list of results for each group; raise the same errors as `run`.
+        """Apply a function to each item, and yield a list of results for each group.
 
         The function, its arguments and its results must be picklable. Error messages name `folder`, the items' folder.
+        Raises the same errors as `WorkerPool.run`.
         """
-        jobs = ((function, items) for items in groups)
-        with closing(self.run(jobs, "part {} of an evaluation set".format, folder)) as pickled_results:
+        to_apply = (_Apply(function=function, items=items) for items in groups)
+        with closing(self._pool.run(to_apply, "part {} of an evaluation set".format, folder)) as pickled_results:
             yield from map(pickle.loads, pickled_results)
 
-    def _do_job(self, job: tuple[Any, list[Any]]) -> Batch | bytes:
-        """Load a batch of the named dataset, or apply a function to items and return the pickled results."""
-        source_or_function, items = job
-        if isinstance(source_or_function, str):
-            return self._pairs[source_or_function].batch(items)
-        results = [source_or_function(item) for item in items]
+    def close(self) -> None:
+        """Stop the workers, if there are any."""
+        self._pool.close()
+
+    def _do_job(self, job: "_LoadBatch | _Apply") -> Batch | bytes:
+        return job.run(self._pairs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LoadBatch:
+    """A job that loads rows of the `source` dataset."""
+
+    source: str
+    items: Items
+
+    def run(self, pairs: Mapping[str, PairDataset]) -> Batch:
+        """Return the batch."""
+        return pairs[self.source].batch(self.items)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Apply:
+    """A job that applies a function to items."""
+
+    function: Callable[[Any], Any]
+    items: list[Any]
+
+    def run(self, pairs: Mapping[str, PairDataset]) -> bytes:
+        """Return the pickled list of results."""
+        results = [self.function(item) for item in self.items]
         buffer = io.BytesIO()
         _TensorPickler(buffer).dump(results)
         return buffer.getvalue()

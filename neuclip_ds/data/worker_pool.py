@@ -101,7 +101,9 @@ class WorkerPool:
                 loaders = counted(count, "loader process", "loader processes")
                 waited_for = f"{describe(number + 1)} from {loaders}{f' (data in {folder})' if folder else ''}"
                 result = self._next_result(workers, number % count, waited_for)
-                for next_number, job in itertools.islice(numbered_jobs, 1):
+                next_job = next(numbered_jobs, None)
+                if next_job is not None:
+                    next_number, job = next_job
                     workers[next_number % count].submit(job)
                 yield result
         except BaseException:  # also if the caller closes this generator
@@ -217,28 +219,32 @@ class _Worker:
         """Return a result, or the error that ended the connection; raise `_WorkerFailure` after the timeout."""
         cache = self._options.cache
         timeout = self._options.timeout
-        waiting_since = time.monotonic()
-        arrived_bytes = -1  # not known yet
+        poll = min(_POLL, timeout / 2)
+        with suppress(Empty):
+            return self._results.get(timeout=poll)  # most results arrive before the bytes need to be counted
+        arrived_bytes = self._arrived_bytes()
+        waiting_since = time.monotonic()  # when the timeout began
         while True:
             with suppress(Empty):
-                return self._results.get(timeout=min(_POLL, timeout / 2))
+                return self._results.get(timeout=poll)
             if cache is not None and cache.waits_for_storage():  # for at most `data.max_outage` seconds
                 waiting_since = time.monotonic()
                 with deferring(False):  # a signal ends the run now: the next step may be an hour away
                     pass
-            is_overdue = time.monotonic() - waiting_since >= timeout
-            if not is_overdue and arrived_bytes >= 0:
+            if time.monotonic() - waiting_since < timeout:
                 continue
             bytes_before = arrived_bytes
-            arrived_bytes = cache.arrived() if cache is not None else 0
-            if not is_overdue:
-                continue
+            arrived_bytes = self._arrived_bytes()
             if arrived_bytes == bytes_before:
                 raise _WorkerFailure(
                     f"Timed out after {timeout:g} s waiting for {waited_for}: check the storage or, in a run, raise "
                     "data.timeout"
                 )
             waiting_since = time.monotonic()
+
+    def _arrived_bytes(self) -> int:
+        """Return how many bytes of shards are in the node's cache."""
+        return 0 if self._options.cache is None else self._options.cache.arrived()
 
     def stop(self) -> None:
         """Kill the worker."""
