@@ -53,41 +53,49 @@ def shards_from_columns(columns: Mapping[str, Sequence[Any]]) -> list[Shard]:
 class Manifest:
     """The shards of a dataset in index order and, optionally, the sample tables of these shards.
 
-    `n` is the number of indices, and thus the number of rows of per-sample state. `held_out` maps a shard's number to
-    the number of samples at the end of the shard that are held out for `validation`.
+    Attributes:
+        held_out: the number of samples at the end of each shard that are held out for `validation`, by shard number.
+        n: the number of indices, and thus the number of rows of per-sample state.
+        n_bad: the number of samples known to lack an image or a caption.
+        starts: (n_shards,) the index of the first sample that is used from each shard.
+        sizes: (n_shards,) the number of samples that are used from each shard.
     """
 
     def __init__(
-        self, shards: Sequence[Shard], samples: SampleTables | None = None, held_out: Mapping[int, int] | None = None
+        self,
+        shards: Sequence[Shard],
+        samples: SampleTables | None = None,
+        held_out: Mapping[int, int] | None = None,
+        *,
+        starts: NDArray[np.int64] | None = None,
+        sizes: NDArray[np.int64] | None = None,
     ) -> None:
+        """Without `starts` and `sizes`, all samples are used that are not held out."""
         self.shards = tuple(shards)
         self.samples = samples
         self.held_out = dict(held_out or {})
         self.n_shards = len(self.shards)
-        self._starts = [shard.start for shard in self.shards]
         self.n = sum(shard.n for shard in self.shards)
         self.n_bad = sum(shard.n_bad for shard in self.shards)
-
-    @cached_property
-    def starts(self) -> NDArray[np.int64]:
-        """The index of each shard's first sample, (n_shards,)."""
-        return np.array(self._starts, dtype=np.int64)
-
-    @cached_property
-    def sizes(self) -> NDArray[np.int64]:
-        """The number of samples that are used from each shard, (n_shards,)."""
-        sizes = np.array([shard.n for shard in self.shards], dtype=np.int64)
-        for number, count in self.held_out.items():
-            sizes[number] -= count
-        return sizes
+        self._shard_starts = [shard.start for shard in self.shards]
+        if starts is None:
+            starts = np.array(self._shard_starts, dtype=np.int64)
+        if sizes is None:
+            counts = [shard.n for shard in self.shards]
+            sizes = np.array(counts, dtype=np.int64) - self._held_out_sizes()
+        self.starts = starts
+        self.sizes = sizes
 
     def validation(self) -> "Manifest":
         """Return a manifest of the held-out samples, which keep their indices."""
-        validation = Manifest(self.shards, self.samples)
-        all_sizes = validation.sizes
-        validation.starts = self.starts + self.sizes
-        validation.sizes = all_sizes - self.sizes
-        return validation
+        return Manifest(self.shards, self.samples, starts=self.starts + self.sizes, sizes=self._held_out_sizes())
+
+    def _held_out_sizes(self) -> NDArray[np.int64]:
+        """Return the number of samples that are held out from each shard, (n_shards,)."""
+        sizes = np.zeros(self.n_shards, dtype=np.int64)
+        for number, count in self.held_out.items():
+            sizes[number] = count
+        return sizes
 
     @property
     def n_used(self) -> int:
@@ -105,15 +113,8 @@ class Manifest:
         return self.hash_of_first(self.n_shards)
 
     def hash_of_first(self, count: int) -> str:
-        """Return a hash (32 hex digits) of the first `count` shards' file names, sample counts, sizes and selections.
-
-        The folders of the shards do not affect the hash, so the data may be moved.
-        """
-        digest = hashlib.sha256()
-        for shard in self.shards[:count]:
-            line = f"{Path(shard.path).name}\0{shard.n}\0{shard.bytes}\0{shard.selection}\n"
-            digest.update(line.encode("utf-8", "surrogateescape"))
-        return digest.hexdigest()[:32]
+        """Return the `hash_of_shards` of the first `count` shards."""
+        return hash_of_shards(self.shards[:count])
 
     def to_json(self) -> dict[str, Any]:
         """Return the input for `from_json` on other ranks, which must have the same sample tables at the same paths.
@@ -139,8 +140,20 @@ class Manifest:
         """Convert a global index to (shard number, row in the shard); raise IndexError if it is outside 0 ... n - 1."""
         if not 0 <= index < self.n:
             raise IndexError(f"sample index {index} is out of range for a dataset of {self.n} samples")
-        shard = bisect_right(self._starts, index) - 1
-        return shard, index - self._starts[shard]
+        shard = bisect_right(self._shard_starts, index) - 1
+        return shard, index - self._shard_starts[shard]
+
+
+def hash_of_shards(shards: Sequence[Shard]) -> str:
+    """Return a hash (32 hex digits) of the shards' file names, sample counts, sizes and selections.
+
+    The folders of the shards do not affect the hash, so the data may be moved.
+    """
+    digest = hashlib.sha256()
+    for shard in shards:
+        line = f"{Path(shard.path).name}\0{shard.n}\0{shard.bytes}\0{shard.selection}\n"
+        digest.update(line.encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()[:32]
 
 
 def indices_at(starts: NDArray[np.int64], sizes: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from neuclip_ds.data.manifest import Manifest, Shard, check_size, shards_from_columns, shards_to_columns
+from neuclip_ds.data.manifest import Manifest, Shard, check_size, hash_of_shards, shards_from_columns, shards_to_columns
 from neuclip_ds.data.sample_table import SampleTables, TableLocation
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import UserError, counted, redact
@@ -153,10 +153,11 @@ def load_manifest(folder: str | os.PathLike[str]) -> Manifest:
     if any(rows.column(name).null_count for name in _SCHEMA.names if name not in _OPTIONAL):
         raise _unreadable(folder, "values are missing")
     columns = rows.to_pydict()
-    manifest = Manifest(shards_from_columns(columns))
-    _check_possible(folder, manifest)
-    if meta.get(f"{_META}content_hash") != manifest.content_hash:
+    shards = shards_from_columns(columns)
+    _check_possible(folder, shards)
+    if meta.get(f"{_META}content_hash") != hash_of_shards(shards):
         raise UserError(f"The manifest in {folder} does not match its own hash; remove it and build it again.")
+    samples = None
     parts = columns["part"]
     groups = columns["group"]
     if any(parts):
@@ -164,10 +165,10 @@ def load_manifest(folder: str | os.PathLike[str]) -> Manifest:
             raise _unreadable(folder, "it omits a sample table, or names a file that cannot contain sample tables")
         tables = folder / SAMPLES
         locations = [TableLocation(tables / part, group) for part, group in zip(parts, groups, strict=True)]
-        manifest.samples = SampleTables.open(locations, [shard.n for shard in manifest.shards])
-    if manifest.shards:
-        largest = max(manifest.shards, key=lambda shard: shard.n)
-        for shard in (manifest.shards[0], largest):
+        samples = SampleTables.open(locations, [shard.n for shard in shards])
+    if shards:
+        largest = max(shards, key=lambda shard: shard.n)
+        for shard in (shards[0], largest):
             if not is_local(shard.path):
                 continue
             try:
@@ -177,13 +178,13 @@ def load_manifest(folder: str | os.PathLike[str]) -> Manifest:
                     f"Shard {shard.path} of the manifest {folder} does not exist or cannot be accessed; restore the "
                     "shard, or build the manifest again."
                 ) from error
-    return manifest
+    return Manifest(shards, samples)
 
 
-def _check_possible(folder: Path, manifest: Manifest) -> None:
+def _check_possible(folder: Path, shards: Sequence[Shard]) -> None:
     """Raise UserError if a sample count or size is impossible: these values determine how much memory is allocated."""
     start = 0
-    for shard in manifest.shards:
+    for shard in shards:
         # a selection may list a sample several times
         fewest_bytes = 0 if shard.selection is not None else shard.n * MIN_SAMPLE_BYTES
         if shard.start != start or shard.n < 0 or not fewest_bytes <= shard.bytes <= _MAX_SHARD_BYTES:

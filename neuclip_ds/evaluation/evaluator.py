@@ -5,11 +5,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from neuclip_ds.config import Config
 from neuclip_ds.data.dataset import Batch, PairDataset, SampleReader, caption_numbers
 from neuclip_ds.data.decoders import Captions
+from neuclip_ds.data.feature_table import FeatureTable
 from neuclip_ds.data.images import DECODERS, EvalTransform
 from neuclip_ds.data.loader import Loader, eval_jobs, part_count, train_jobs
 from neuclip_ds.data.manifest import Manifest
@@ -101,7 +102,10 @@ class Evaluator:
                 "data.evaluation_sets, or omit run.best_metric."
             )
         self._retrieved: list[Retrieved] = []  # examples of the last evaluation
-        self._loader = self._start_loader()
+        sources = self._sources()
+        manifests = [source.manifest for source in sources.values()]
+        self._loading = loader_options(config.data, communicator, *manifests)
+        self._loader = self._open_loader(sources)
 
     def __call__(self, engine: Any, loss: ContrastiveLoss) -> dict[str, float]:
         """Evaluate the model; return results by name, and their known chance levels as `chance/NAME`, on all ranks.
@@ -146,7 +150,7 @@ class Evaluator:
         if pairs is None or not self._retrieved:
             return
         captions = Captions(self._config.data.captions)
-        reader = SampleReader(pairs, captions.extensions, self._val_cache)
+        reader = SampleReader(pairs, captions.extensions, self._loading.cache)
 
         def caption_of(index: int) -> str:
             raw = reader.read(index, with_image=False)
@@ -204,31 +208,38 @@ class Evaluator:
         jobs = eval_jobs(manifest, self._communicator.rank, self._communicator.world_size, self._rows_per_call)
         return self._loader.batches(source, jobs)
 
-    def _start_loader(self) -> Loader:
-        manifests: dict[str, Manifest] = {}
-        caption_seeds: dict[str, int] = {}  # seed of the choice among a sample's captions, by source
+    def _sources(self) -> "dict[str, _Source]":
+        """Return the sources of pairs that evaluations read, by name."""
+        sources: dict[str, _Source] = {}
         if self._held_out.pairs is not None:
-            manifests[_VAL] = self._held_out.pairs
-            caption_seeds[_VAL] = _VAL_SEED
+            sources[_VAL] = _Source(self._held_out.pairs, caption_seed=_VAL_SEED, tables={})
         if self._config.run.normalizer_anchors:
-            manifests[_TRAIN] = self._train_manifest
-            caption_seeds[_TRAIN] = 0
-            manifests[_ANCHORS] = self._train_manifest
-            caption_seeds[_ANCHORS] = _ANCHOR_SEED
-        options = loader_options(self._config.data, self._communicator, *manifests.values())
-        self._val_cache = options.cache
+            sources[_TRAIN] = _Source(self._train_manifest, caption_seed=0, tables=self._tables)
+            sources[_ANCHORS] = _Source(self._train_manifest, caption_seed=_ANCHOR_SEED, tables=self._tables)
+        return sources
+
+    def _open_loader(self, sources: "Mapping[str, _Source]") -> Loader:
+        """Return a loader of the sources, whose processes start with the first evaluation."""
         pairs = {}
-        for source, manifest in manifests.items():
-            pairs[source] = PairDataset(
-                manifest,
+        for name, source in sources.items():
+            pairs[name] = PairDataset(
+                source.manifest,
                 self._transform,
                 self._tokenizer,
-                seed=caption_seeds[source],
-                captions=options.captions,
-                cache=options.cache,
-                tables=None if source == _VAL else self._tables,
+                seed=source.caption_seed,
+                captions=self._loading.captions,
+                cache=self._loading.cache,
+                tables=source.tables,
             )
-        return Loader(options, pairs)
+        return Loader(self._loading, pairs)
+
+
+class _Source(NamedTuple):
+    """Pairs that the loader reads."""
+
+    manifest: Manifest
+    caption_seed: int  # seed of the choice among a sample's captions
+    tables: Mapping[str, FeatureTable]
 
 
 def _chance_levels(results: Mapping[str, float], candidates: int) -> dict[str, float]:
