@@ -260,8 +260,8 @@ class Model:
         """Return an encoder with a batch size that splits `rows` rows into few batches with little padding."""
         if rows == 0:
             raise ValueError("There is nothing to encode: pass at least one image or text.")
-        batches = max(1, -(-rows // _ENCODED_AT_ONCE))
-        batch_size = max(1, -(-rows // batches))
+        batches = -(-rows // _ENCODED_AT_ONCE)
+        batch_size = -(-rows // batches)
         encode = encoder_of(self.module, self.device)
         return BatchEncoder(encode, self._tokenizer, _this_rank(self.device), batch_size, self._transform)
 

@@ -93,6 +93,11 @@ def counted(count: int, noun: str, plural: str = "") -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {plural or f'{noun}s'}"
 
 
+def is_power_of_two(count: int) -> bool:
+    """Return whether a count is 1, 2, 4, 8 ..., the occurrences of an event that are logged to keep the log short."""
+    return count & (count - 1) == 0
+
+
 def exit_code(error: BaseException) -> int:
     """Return the exit code of a program that ends with this error."""
     if isinstance(error, Interrupted):

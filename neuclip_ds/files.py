@@ -21,7 +21,7 @@ from uuid import uuid4
 
 from safetensors import SafetensorError
 
-from neuclip_ds.errors import UserError, counted
+from neuclip_ds.errors import UserError, counted, is_power_of_two
 from neuclip_ds.limits import fix_of_limit
 
 log = logging.getLogger(__name__)
@@ -307,8 +307,7 @@ def best_effort(path: Path) -> Iterator[Path]:
     except OSError as error:
         count = _failures.get(path, 0) + 1
         _failures[path] = count
-        is_power_of_two = count & (count - 1) == 0
-        if is_power_of_two:
+        if is_power_of_two(count):
             reason = error.strerror or error
             log.warning(
                 "%s could not be written: %s (failed attempts so far: %d). The program continues, but this output may "

@@ -280,9 +280,10 @@ def _score_model(
     from neuclip_ds.data.loader import Loader, eval_jobs
     from neuclip_ds.data.open_data import loader_options
     from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
-    from neuclip_ds.evaluation.results import Results, percent
+    from neuclip_ds.evaluation.results import Results
     from neuclip_ds.evaluation.sets import open_shards
     from neuclip_ds.evaluation.suite import measure, measure_pairs
+    from neuclip_ds.reporting.metrics import percent
 
     device = communicator.device
     batch_size = max(1, options.batch_size)

@@ -11,7 +11,7 @@ from typing import Any
 
 from neuclip_ds.data.dataset import PADDING, BadSample, Batch
 from neuclip_ds.data.loader import RankBatch
-from neuclip_ds.errors import UserError, counted, redact
+from neuclip_ds.errors import UserError, counted, is_power_of_two, redact
 from neuclip_ds.files import append_lines, best_effort, records
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class BadSampleLog:
         self._new_bad += batch.bad
         for sample in batch.bad:
             self._recorded += 1
-            if self._recorded & (self._recorded - 1) == 0:  # only the 1st, 2nd, 4th, 8th ..., to keep the log short
+            if is_power_of_two(self._recorded):
                 log.warning(
                     "sample %s of %s (index %d) cannot be used (%s); unusable samples on this rank so far: %d",
                     sample.key or "(key unknown)",

@@ -15,7 +15,6 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, as_completed
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from neuclip_ds.data.children import process_pool
+from neuclip_ds.data.children import map_in_processes
 from neuclip_ds.data.decoders import Captions
 from neuclip_ds.data.manifest import SHARD_FIELDS, Manifest, Shard, from_shards
 from neuclip_ds.data.manifest_file import SAMPLES, check_distinct, is_manifest, load_manifest, write_shards
@@ -61,9 +60,7 @@ def build_manifest(
     both an image and a caption, or if a worker process ends early.
     """
     processes = processes or min(os.cpu_count() or 1, 1 + len(paths) // _SHARDS_PER_PROCESS)
-    with process_pool(processes) if processes > 1 else nullcontext() as pool:
-        scan_path = partial(_scan_without_table, options=options)
-        scans = list(map(scan_path, paths) if pool is None else pool.map(scan_path, paths))
+    scans = list(map_in_processes(partial(_scan_without_table, options=options), paths, processes))
     for scan in scans:
         log_loss(scan)
     check_usable(scans, paths)

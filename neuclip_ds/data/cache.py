@@ -29,7 +29,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from neuclip_ds.data.fetch import AttemptFailed, FetchError, Retries, attempt
-from neuclip_ds.data.node_tables import NodeTables, files_in, name_of
+from neuclip_ds.data.node_tables import NodeTables, files_in, name_of, remove_oldest
 from neuclip_ds.data.partial_shard import ARRIVED, DATA, PartialShard, has_arrived
 from neuclip_ds.distributed.stop_signals import deferring
 from neuclip_ds.errors import UserError
@@ -298,14 +298,7 @@ class ShardCache:
                     free -= int(reserved)
             if size > free:
                 return None
-            oldest_first = sorted(
-                (status.st_mtime, status.st_size, path) for path, status in files_in(self._folder / "shards")
-            )
-            free -= sum(shard_bytes for _, shard_bytes, _ in oldest_first)
-            for _, shard_bytes, path in oldest_first:
-                if free < size:
-                    path.unlink(missing_ok=True)
-                    free += shard_bytes
+            remove_oldest(self._folder / "shards", free - size)
             partial = fetching / f"{name}-{size}"
             partial.mkdir(exist_ok=True)
             return partial

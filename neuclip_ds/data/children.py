@@ -5,16 +5,19 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.context import SpawnContext, SpawnProcess
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from neuclip_ds.distributed.stop_signals import STOP_SIGNALS
 from neuclip_ds.errors import UserError
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _REAP_TIMEOUT = 2.0  # longest time in seconds until the exit code of a process that has ended is known
@@ -88,6 +91,19 @@ def process_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def map_in_processes(function: Callable[[T], R], items: Sequence[T], processes: int) -> Iterator[R]:
+    """Yield the results of a function for the items, in order, from a `process_pool`; from this process if it is one.
+
+    Raises:
+        UserError: one of the processes was killed or exited before the last result.
+    """
+    if processes == 1:
+        yield from map(function, items)
+        return
+    with process_pool(processes) as pool:
+        yield from pool.map(function, items)
 
 
 def _describe_first_end(processes: Sequence[SpawnProcess]) -> str:

@@ -20,7 +20,6 @@ import os
 import tarfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,7 @@ import numpy as np
 import yaml
 from PIL import Image, ImageDraw
 
-from neuclip_ds.data.children import process_pool
+from neuclip_ds.data.children import map_in_processes
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import explain_disk, new_folder
 
@@ -194,10 +193,9 @@ def make_demo_data(
                 shards.append((temporary / split / f"{number:05d}.tar", indices, sampler))
 
         done = 0
-        with process_pool(min(processes, len(shards))) if processes > 1 else nullcontext() as pool:
-            for written in map(_write_shard, shards) if pool is None else pool.map(_write_shard, shards):
-                done += written
-                on_progress(done, pairs + held_out + zero_shot)
+        for written in map_in_processes(_write_shard, shards, min(processes, len(shards))):
+            done += written
+            on_progress(done, pairs + held_out + zero_shot)
 
 
 def demo_split(source: str, cache: Path) -> Path:

@@ -85,7 +85,7 @@ class NodeTables:
     def _write(self, path: Path, data: bytes) -> None:
         """Write a table; first make room for it if it is large, and for one in 64 small tables, chosen at random."""
         if len(data) * _TABLES_PER_CHECK > self._capacity_bytes or secrets.randbelow(_TABLES_PER_CHECK) == 0:
-            self._make_room(len(data))
+            remove_oldest(self._folder, self._capacity_bytes - len(data))
         temporary = path.with_suffix(f"{path.suffix}.{os.getpid()}")
         try:
             temporary.write_bytes(data)
@@ -93,14 +93,15 @@ class NodeTables:
         finally:
             temporary.unlink(missing_ok=True)
 
-    def _make_room(self, size: int) -> None:
-        """Remove the least recently used tables until a table of `size` bytes fits."""
-        oldest_first = sorted((status.st_mtime_ns, status.st_size, path) for path, status in files_in(self._folder))
-        excess = sum(file_size for _, file_size, _ in oldest_first) + size - self._capacity_bytes
-        for _, file_size, path in oldest_first:
-            if excess > 0 and file_size:  # lock files are empty
-                path.unlink(missing_ok=True)
-                excess -= file_size
+
+def remove_oldest(folder: Path, most_bytes: int) -> None:
+    """Remove the least recently used files of a folder until the others take at most `most_bytes`."""
+    oldest_first = sorted((status.st_mtime_ns, status.st_size, path) for path, status in files_in(folder))
+    excess = sum(size for _, size, _ in oldest_first) - most_bytes
+    for _, size, path in oldest_first:
+        if excess > 0 and size:  # empty files may be locks
+            path.unlink(missing_ok=True)
+            excess -= size
 
 
 def files_in(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:

@@ -54,6 +54,11 @@ def reads_captions(tables: Mapping[str, FeatureTable], captions: CaptionSources)
     return TEXT not in tables or isinstance(captions, Mapping)
 
 
+def reads_shards(tables: Mapping[str, FeatureTable], captions: CaptionSources) -> bool:
+    """Return whether training reads samples from shards; false if stored features replace images and captions."""
+    return reads_images(tables) or reads_captions(tables, captions)
+
+
 def check_views(tables: Mapping[str, FeatureTable], crop_scale: float, captions: CaptionSources) -> None:
     """Raise UserError if the tables lack crops or captions that training would draw."""
     image = tables.get(IMAGE)

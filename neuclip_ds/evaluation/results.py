@@ -15,6 +15,7 @@ from neuclip_ds.errors import UserError, explained
 from neuclip_ds.evaluation.suite import Metrics
 from neuclip_ds.evaluation.tasks import Task, TaskList
 from neuclip_ds.files import atomic_write, explain_disk, json_lines
+from neuclip_ds.reporting.metrics import percent
 
 FILE = "eval_results.jsonl"
 _FIX = "choose another --out"
@@ -155,8 +156,3 @@ def _average_table(tasks: TaskList, metrics: Mapping[str, Metrics]) -> list[str]
         if average.missing:
             lines.append(f"Missing from {name}: {', '.join(average.missing)}.")
     return lines
-
-
-def percent(value: float | None) -> str:
-    """Return a score in percent with two decimals, or "-" if it is not known."""
-    return "-" if value is None else f"{100 * value:.2f}"

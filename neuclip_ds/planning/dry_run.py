@@ -18,8 +18,7 @@ from neuclip_ds.data.shards import is_local
 from neuclip_ds.data.stored_towers import (
     check_views,
     loss_tables,
-    reads_captions,
-    reads_images,
+    reads_shards,
     tower_folders,
     tower_tables,
 )
@@ -87,9 +86,9 @@ def print_dry_run(
         if tower_tables(tables):
             attempt(lambda: check_trunk_outputs(tables, query.build(), query.source.preprocessing, query.tokenizer))
         feature_bytes = cached_bytes(tables.values(), data.manifest)
-        reads_shards = reads_images(tables) or reads_captions(tables, config.data.captions)
+        needs_shards = reads_shards(tables, config.data.captions)
         order = attempt(
-            lambda: open_order(config, data, max(len(nodes), 1), feature_bytes=feature_bytes, reads_shards=reads_shards)
+            lambda: open_order(config, data, max(len(nodes), 1), feature_bytes=feature_bytes, reads_shards=needs_shards)
         )
 
     lines = [f"method     {config.objective.method}"]

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from neuclip_ds.files import atomic_write
+from neuclip_ds.reporting.metrics import percent
 
 FILE = "blends.json"
 
@@ -92,11 +93,11 @@ class Blends:
         target = self.tasks[self.target]
         others = {key: task for key, task in self.tasks.items() if key != self.target}
         yield ["blend", *(f"{blend.fraction:g}" for blend in self.blends)]
-        yield [f"target: {target.name}, {target.metric}", *(_percent(blend.target) for blend in self.blends)]
+        yield [f"target: {target.name}, {target.metric}", *(percent(blend.target) for blend in self.blends)]
         if len(others) > 1:
-            yield [f"mean of the {len(others)} others", *(_percent(blend.others) for blend in self.blends)]
+            yield [f"mean of the {len(others)} others", *(percent(blend.others) for blend in self.blends)]
         for key, task in others.items():
-            yield [f"{task.name}, {task.metric}", *(_percent(blend.scores[key]) for blend in self.blends)]
+            yield [f"{task.name}, {task.metric}", *(percent(blend.scores[key]) for blend in self.blends)]
 
     def markdown(self) -> str:
         """Return the table of scores in Markdown."""
@@ -108,10 +109,6 @@ class Blends:
 
 def _markdown_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
-
-
-def _percent(score: float | None) -> str:
-    return "-" if score is None else f"{100 * score:.2f}"
 
 
 def blends_plot(blends: Blends) -> str:

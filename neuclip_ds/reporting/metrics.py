@@ -39,6 +39,11 @@ Series = tuple[list[int], list[float]]
 """Steps and values of a metric."""
 
 
+def percent(score: float | None) -> str:
+    """Return a score in percent with two decimals, or "-" if it is not known."""
+    return "-" if score is None else f"{100 * score:.2f}"
+
+
 class MetricsLog:
     """Writer of FOLDER/metrics.jsonl and FOLDER/tensorboard/.
 

@@ -28,7 +28,7 @@ from neuclip_ds.reporting.blends import FILE as BLENDS_FILE
 from neuclip_ds.reporting.blends import Blends, blends_plot
 from neuclip_ds.reporting.events import read_events
 from neuclip_ds.reporting.history import Launch, changed_options, duration, read_launches
-from neuclip_ds.reporting.metrics import AVERAGED, CHANCE, Series, read_series, scores_among
+from neuclip_ds.reporting.metrics import AVERAGED, CHANCE, Series, percent, read_series, scores_among
 from neuclip_ds.reporting.retrieved import retrieved_lines
 from neuclip_ds.section import read_options
 
@@ -178,7 +178,7 @@ def differing_options(configs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 def _last_and_best(series: Series) -> str:
     _, values = series
-    return f"{_percent(values[-1])} ({_percent(max(values))})"
+    return f"{percent(values[-1])} ({percent(max(values))})"
 
 
 def _progress(series: Mapping[str, Series], launches: list[Launch], run: Path) -> Iterator[str]:
@@ -234,14 +234,14 @@ def _scores(series: Mapping[str, Series], val: object) -> Iterator[str]:
         steps, values = series[name]
         best = values.index(max(values))
         chance = _chance_of(name, series)
-        shown_chance = "-" if chance is None else _percent(chance)
+        shown_chance = percent(chance)
         trials = _trials(name, series)
         interval = "-"
         if trials and math.isfinite(values[-1]):
             low, high = wilson_interval(values[-1], trials)
-            interval = f"{_percent(low)} to {_percent(high)}"
-        last = [_percent(values[-1]), f"{steps[-1]:,}"]
-        rows.append([name, *last, _percent(values[best]), f"{steps[best]:,}", shown_chance, interval])
+            interval = f"{percent(low)} to {percent(high)}"
+        last = [percent(values[-1]), f"{steps[-1]:,}"]
+        rows.append([name, *last, percent(values[best]), f"{steps[best]:,}", shown_chance, interval])
     if rows:
         header = ["score", "last", "at step", "best", "at step", "chance", "95% interval of the last score"]
         yield _table("Scores, %", header, rows)
@@ -339,10 +339,6 @@ def _chance_lines(metrics: Iterable[str], series: Mapping[str, Series]) -> list[
         if chance is not None and math.isfinite(chance):
             lines.append({"name": f"chance of {name}", "y": chance})
     return lines
-
-
-def _percent(score: float) -> str:
-    return f"{100 * score:.2f}"
 
 
 def _plots(series: Mapping[str, Series]) -> Iterator[dict[str, Any]]:

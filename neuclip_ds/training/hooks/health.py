@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from neuclip_ds.data.dataset import PADDING
 from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.data.stored_towers import reads_images
-from neuclip_ds.errors import RollBack, TrainingDiverged
+from neuclip_ds.errors import RollBack, TrainingDiverged, is_power_of_two
 from neuclip_ds.training.hooks import Hook
 
 if TYPE_CHECKING:
@@ -291,5 +291,4 @@ def _first_samples(indices: Sequence[int]) -> str:
 
 def _flood_level(count: int) -> int:
     """Return the log level for the count-th occurrence of a message: WARNING for powers of two, otherwise DEBUG."""
-    is_power_of_two = count & (count - 1) == 0
-    return logging.WARNING if is_power_of_two else logging.DEBUG
+    return logging.WARNING if is_power_of_two(count) else logging.DEBUG
