@@ -9,8 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from neuclip_ds.config import CLIP_BPE, TOKENIZER, Config, TextConfig
+from neuclip_ds.config import CLIP_BPE, TOKENIZER, Config, DataConfig, TextConfig
 from neuclip_ds.data.augment import augmented
+from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.dataset import PairDataset
 from neuclip_ds.data.decoders import CaptionSources
 from neuclip_ds.data.feature_parts import EMBEDDING
@@ -32,7 +33,7 @@ from neuclip_ds.data.open_data import (
     unused_sources,
 )
 from neuclip_ds.data.shards import is_local
-from neuclip_ds.data.stored_towers import check_views, reads_captions, reads_images, tower_tables
+from neuclip_ds.data.stored_towers import check_views, reads_captions, reads_images, reads_shards, tower_tables
 from neuclip_ds.data.training_set import FEWEST_PAIRS, TrainingSet, find_validation, open_order
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import local_ranks, read_environment
@@ -72,7 +73,7 @@ class TrainingData:
 
         False only if stored features replace both images and captions.
         """
-        return reads_images(self.tables) or reads_captions(self.tables, self.loading.captions)
+        return reads_shards(self.tables, self.loading.captions)
 
     def record(self) -> dict[str, Any]:
         """Return a checkpoint's record of the data: its hash, held-out counts, and the stored features' job hashes."""
@@ -153,18 +154,15 @@ def open_training_data(
         held_out = dict(meta["data"]["held_out"])
         interleave = Interleave(meta["facts"]["shard_streams"], meta["facts"]["shuffle_block_size"])
 
-    training_set = TrainingSet(data, lambda source: open_data(source, data, communicator, staged), held_out)
+    # the samples
+    training_set = TrainingSet(data, lambda path: open_data(path, data, communicator, staged), held_out)
     manifest = training_set.manifest
-    if communicator.rank == 0 and meta is None and data.val == "auto" and not find_validation(data, manifest):
-        log.warning(
-            "no training pairs are held out for validation, because the dataset contains %d pairs, fewer than %d: set "
-            "data.val to the path of other pairs, or set data.val=N to hold out N training pairs",
-            manifest.n_used,
-            FEWEST_PAIRS,
-        )
+    if communicator.rank == 0 and meta is None:
+        _warn_if_none_held_out(data, manifest)
     if training_set.sources:
         communicator.on_rank_zero(lambda: check_distinct(manifest))
 
+    # the stored features, and the cache for remote samples or features
     loading = loader_options(data, communicator, manifest)
     folders = features or {}
     if loading.cache is None and not all(map(is_local, folders.values())):
@@ -173,20 +171,18 @@ def open_training_data(
     check_views(tables, data.crop_scale, data.captions)
     if meta is not None:
         _check_same_features(tables, meta["data"].get("features", {}))
-    if communicator.rank == 0 and (unused := unused_sources(manifest, data.captions, loading.cache)):
-        log.warning(
-            "data.captions names %s, but a check of up to %d samples found no such captions: correct data.captions, or "
-            "check the data",
-            " and ".join(unused),
-            CHECKED_SAMPLES,
-        )
+    if communicator.rank == 0:
+        _warn_about_unused_sources(manifest, data.captions, loading.cache)
+
+    # the order
     nodes = communicator.world_size // len(communicator.ranks_of_node())
     feature_bytes = cached_bytes(tables.values(), manifest)
-    reads_shards = reads_images(tables) or reads_captions(tables, data.captions)
+    needs_shards = reads_shards(tables, data.captions)
     order = communicator.on_every_rank(
-        lambda: open_order(config, training_set, nodes, interleave, feature_bytes, reads_shards)
+        lambda: open_order(config, training_set, nodes, interleave, feature_bytes, needs_shards)
     )
 
+    # the transform and the tokenizer
     preprocessing = source.preprocessing
     decode = DECODERS[data.decoder]
     whole = EvalTransform.of(preprocessing, decode)
@@ -195,6 +191,7 @@ def open_training_data(
     tokenizer = source.tokenizer(
         lambda: _create_tokenizer(config.model.text, manifest, loading, communicator, staged, resumed)
     )
+
     if communicator.rank == 0 and meta is None:
         for warning in size_warnings(data.batch_size, manifest.n_used):
             log.warning("%s", warning)
@@ -209,6 +206,29 @@ def open_training_data(
         tables=tables,
         random_crops=random_crops(tables, data.crop_scale, config.run.seed),
     )
+
+
+def _warn_if_none_held_out(data: DataConfig, manifest: Manifest) -> None:
+    """Warn if `data.val` is "auto" and there are neither separate validation pairs nor held-out training pairs."""
+    if data.val == "auto" and not find_validation(data, manifest):
+        log.warning(
+            "no training pairs are held out for validation, because the dataset contains %d pairs, fewer than %d: set "
+            "data.val to the path of other pairs, or set data.val=N to hold out N training pairs",
+            manifest.n_used,
+            FEWEST_PAIRS,
+        )
+
+
+def _warn_about_unused_sources(manifest: Manifest, captions: CaptionSources, cache: ShardCache | None) -> None:
+    """Warn if some of the caption sources occur in none of the checked samples."""
+    unused = unused_sources(manifest, captions, cache)
+    if unused:
+        log.warning(
+            "data.captions names %s, but a check of up to %d samples found no such captions: correct data.captions, or "
+            "check the data",
+            " and ".join(unused),
+            CHECKED_SAMPLES,
+        )
 
 
 def _warn_about_captions(manifest: Manifest, sources: CaptionSources, tokenizer: ModelTokenizer) -> None:

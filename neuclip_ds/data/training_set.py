@@ -213,17 +213,7 @@ def open_order(
         block=data.shuffle_block_size,
     )
     if cache_bytes is not None:
-        needed_bytes = resident_bytes(interleave, nodes)
-        if needed_bytes > cache_bytes:
-            problem = (
-                f"Each node reads from {in_gigabytes(needed_bytes)} GB of remote files at the same time "
-                f"(data.shard_streams={interleave.streams}, data.shuffle_block_size={interleave.block}), but "
-                f"data.cache_gb={data.cache_gb:g}, so files would be fetched repeatedly: set "
-                f"data.cache_gb={in_gigabytes(needed_bytes / FULL)} or more"
-            )
-            if saved is None:
-                raise UserError(f"{problem}, or lower data.shuffle_block_size.")
-            log.warning("%s", problem)
+        _check_cache(data, interleave, resident_bytes(interleave, nodes), is_new=saved is None)
         if saved is None and data.shuffle_block_size is None:
             without_cache = choose_interleave(shards, data.batch_size, nodes=nodes, streams=data.shard_streams)
             if interleave.window < min(without_cache.window, int(manifest.sizes.sum())):
@@ -243,6 +233,24 @@ def open_order(
             "would have no negatives. Choose another data.batch_size, or set data.drop_last=true."
         )
     return order
+
+
+def _check_cache(data: DataConfig, interleave: Interleave, needed_bytes: int, is_new: bool) -> None:
+    """Check that a node's cache has room for the `needed_bytes` of files that the node reads at the same time.
+
+    Raises UserError if it has not and the run is new; logs a warning if the run resumes.
+    """
+    if needed_bytes <= data.cache_gb * 1e9:
+        return
+    problem = (
+        f"Each node reads from {in_gigabytes(needed_bytes)} GB of remote files at the same time "
+        f"(data.shard_streams={interleave.streams}, data.shuffle_block_size={interleave.block}), but "
+        f"data.cache_gb={data.cache_gb:g}, so files would be fetched repeatedly: set "
+        f"data.cache_gb={in_gigabytes(needed_bytes / FULL)} or more"
+    )
+    if is_new:
+        raise UserError(f"{problem}, or lower data.shuffle_block_size.")
+    log.warning("%s", problem)
 
 
 def needs_cache(manifest: Manifest) -> bool:
