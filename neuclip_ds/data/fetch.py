@@ -181,7 +181,8 @@ def open_remote(url: str, timeout: float, connections: int = 1) -> tuple[Any, st
     # a new instance reads credentials again and does not reuse a broken connection
     options: dict[str, Any] = {"skip_instance_cache": True}
     if url.startswith("s3://"):
-        options["max_concurrency"] = 1  # the default keeps ten parts of 50 MB in memory
+        # by default, s3fs keeps ten parts of 50 MB in memory, and requests a file's size before it reads the file
+        options["max_concurrency"] = 1
         if connections > _S3_CONNECTIONS:
             configured = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
             options["config_kwargs"] = {"max_pool_connections": connections, **configured}

@@ -12,12 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-import fsspec
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from neuclip_ds.data.fetch import FIX_OF_ADDRESS, AttemptFailed, explain
+from neuclip_ds.data.fetch import FIX_OF_ADDRESS, AttemptFailed, explain, open_remote
 from neuclip_ds.data.manifest import Shard
 from neuclip_ds.data.manifest_file import MIN_SAMPLE_BYTES
 from neuclip_ds.data.scan import Scan, Scans
@@ -27,6 +26,7 @@ Value = TypeVar("Value")
 
 _REQUESTS = 64  # simultaneous requests per process
 _ATTEMPTS = 5
+_TIMEOUT = 150.0  # seconds; a request to a web server fails after twice this time without progress
 _TAR = ".tar"
 _BLOCK = 1 << 16  # bytes of a parquet file that are read at once
 
@@ -64,13 +64,9 @@ def count_shards(sizes: Mapping[str, int | None]) -> Scans:
 
 
 def _store(folder: str) -> Any:
-    options: dict[str, Any] = {}
-    if folder.startswith("s3://"):
-        configured = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
-        options["config_kwargs"] = {"max_pool_connections": _REQUESTS, **configured}  # botocore's default is 10
-        options["max_concurrency"] = 1  # with more parts at a time, s3fs first requests a file's size
     try:
-        return fsspec.core.url_to_fs(folder or "/", **options)[0]
+        store, _ = open_remote(folder or "/", _TIMEOUT, connections=_REQUESTS)
+        return store
     except (ValueError, ImportError) as error:
         raise UserError(f"{folder} cannot be opened: {explain(error)}. {FIX_OF_ADDRESS}.") from error
 
@@ -118,14 +114,16 @@ def _successful_rows(store: Any, path: str) -> int:
 
 def _request(work: Callable[[], Value]) -> Value:
     """Return the result of `work`; raise AttemptFailed after a permanent error or five transient ones."""
-    for attempt in range(_ATTEMPTS):
+    failures = 0
+    while True:
         try:
             return work()
         except AttemptFailed:
             raise
         except Exception as error:  # backends raise many types: botocore's, aiohttp's, OSError
             failure = explain(error)
-            if failure.kind != "outage" or attempt == _ATTEMPTS - 1:
+            failures += 1
+            if failure.kind != "outage" or failures == _ATTEMPTS:
                 raise failure from error
-        time.sleep(2**attempt * random.uniform(0.5, 1))
-    raise AssertionError("unreachable")
+        longest_pause = 2 ** (failures - 1)
+        time.sleep(longest_pause * random.uniform(0.5, 1))
