@@ -19,7 +19,6 @@ docs/how-to/evaluate.md explains the tasks, their metrics and where to get the d
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import re
@@ -42,6 +41,7 @@ if TYPE_CHECKING:  # torch and deepspeed take seconds to import
     from neuclip_ds.config import Config, DataConfig
     from neuclip_ds.data.manifest import Manifest
     from neuclip_ds.distributed.communicator import Communicator
+    from neuclip_ds.evaluation.results import Results
     from neuclip_ds.evaluation.suite import Metrics
     from neuclip_ds.evaluation.tasks import Task, TaskList
 
@@ -51,6 +51,24 @@ _TAR = ".tar"
 _NAMED = re.compile(r"([\w .-]+)=(.+)")  # NAME=PATH
 _SEPARATOR = "::"  # between the parts of a source of pairs, as in `data.train`
 _VALIDATION = "validation"  # name of the task of a run's validation pairs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to score, and how; except `names`, the options of the command line."""
+
+    model: str
+    data: list[str]  # paths of evaluation sets, of folders of sets, and of shards of pairs
+    names: dict[str, str]  # path in `data` -> name, for the paths that were given a name
+    tasks: list[str]
+    out: Path | None
+    batch_size: int
+    workers: int
+    precision: str
+    best: bool
+    ema: bool
+    blend: list[float]  # empty without --blend
+    target: str | None
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -79,28 +97,30 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--best", action="store_true", help="score a run's best checkpoint (run.best_metric)")
     parser.add_argument("--ema", action="store_true", help="score the moving average of a run's weights (ema.decay)")
     blend_help = "blends to score, such as 0,0.5,1: averages of a run's initial weights (0) and final weights (1)"
-    parser.add_argument("--blend", type=_fractions, metavar="FRACTIONS", help=blend_help)
+    parser.add_argument("--blend", type=_fractions, default=[], metavar="FRACTIONS", help=blend_help)
     target_help = "with --blend: task to compare with all others (default: the run's validation pairs)"
     parser.add_argument("--target", metavar="TASK", help=target_help)
-    options = parser.parse(arguments)
-    if options.target is not None and options.blend is None:
+    parsed = parser.parse(arguments)
+    if parsed.target is not None and not parsed.blend:
         raise UserError("--target has no effect without --blend: add --blend, or omit --target.")
-    check_model("MODEL", options.model)
-    options.names = {}
-    for number, text in enumerate(options.data):
+    check_model("MODEL", parsed.model)
+    paths = []
+    names = {}
+    for text in parsed.data:
         name, path = _named(text)
-        options.data[number] = path
+        paths.append(path)
         if name:
-            options.names[path] = name
+            names[path] = name
         check_path("--data", path)
+    options = Options(**{**vars(parsed), "data": paths, "names": names})
     from neuclip_ds.distributed.launch import process_group
 
     is_rank_zero = read_environment().rank == 0
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("neuclip_ds").setLevel(logging.INFO if is_rank_zero else logging.ERROR)
-    task = "\n".join(f"{name}: {value}" for name, value in vars(options).items())
+    task = "\n".join(f"{name}: {value}" for name, value in vars(parsed).items())
     with process_group(task) as communicator:
-        summary = score(options, communicator) if options.blend is None else score_blends(options, communicator)
+        summary = score_blends(options, communicator) if options.blend else score(options, communicator)
     if is_rank_zero:
         print(summary)
 
@@ -195,16 +215,14 @@ class _TaskData:
         return fingerprint if task.source is not None else f"{path.resolve()}: {fingerprint}"
 
 
-def _open_tasks(
-    options: argparse.Namespace, config: Config | None, folder: Path, communicator: Communicator
-) -> _TaskData:
+def _open_tasks(options: Options, config: Config | None, folder: Path, communicator: Communicator) -> _TaskData:
     """Open the tasks in --data on all ranks.
 
     Raises UserError if a task cannot be used, if two tasks have the same name, or if a name in --tasks matches no
     evaluation set in --data.
 
     Args:
-        options: options of the command line.
+        options: what to score.
         config: config of the run that trained the model, or None if there is no such run.
         folder: folder for the manifests that have to be built.
         communicator: communicator between the ranks.
@@ -240,7 +258,7 @@ def _open_tasks(
     return _TaskData(task_list=task_list, tasks=tasks, manifests=manifests, options=data)
 
 
-def score(options: argparse.Namespace, communicator: Communicator) -> str:
+def score(options: Options, communicator: Communicator) -> str:
     """Score a model on all tasks without an up-to-date score.
 
     Returns the summary of all scores in the results folder on rank 0, and an empty string on the other ranks.
@@ -257,7 +275,7 @@ def score(options: argparse.Namespace, communicator: Communicator) -> str:
     return summary_text(data.task_list.with_scored(metrics), metrics) if communicator.rank == 0 else ""
 
 
-def _name_of_model(options: argparse.Namespace, communicator: Communicator) -> str:
+def _name_of_model(options: Options, communicator: Communicator) -> str:
     """Return the name of the model to open: MODEL or, with --best, the best checkpoint of that run."""
     from neuclip_ds.checkpoint.saved_model import find_best_checkpoint
 
@@ -267,7 +285,7 @@ def _name_of_model(options: argparse.Namespace, communicator: Communicator) -> s
 
 
 def _score_model(
-    saved: SavedModel, data: _TaskData, folder: Path, options: argparse.Namespace, communicator: Communicator
+    saved: SavedModel, data: _TaskData, folder: Path, options: Options, communicator: Communicator
 ) -> dict[str, Metrics]:
     """Score a model on all tasks without an up-to-date score in a folder, and write the scores there.
 
@@ -281,7 +299,6 @@ def _score_model(
     from neuclip_ds.data.open_data import loader_options
     from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
     from neuclip_ds.evaluation.results import Results
-    from neuclip_ds.evaluation.sets import open_shards
     from neuclip_ds.evaluation.suite import measure, measure_pairs
     from neuclip_ds.reporting.metrics import percent
 
@@ -289,29 +306,9 @@ def _score_model(
     batch_size = max(1, options.batch_size)
     identity = {"model": _name_for(saved, folder), "precision": options.precision}
 
-    contents: dict[str, str] = {}  # task key -> identity of the data before it is scored; empty except on rank 0
-
-    def find_unscored() -> list[str]:
-        """Return the keys of tasks that need a score. A set is scored again if its files have changed."""
+    def find_unscored() -> dict[str, str]:
         known = Results(folder, identity, saved.name)  # version 0.1 stored the absolute path of a checkpoint
-        keys: list[str] = []
-        for task, path in data.tasks:
-            contents[task.key] = data.contents(task, path)
-            known_contents = known.data.get(task.key)
-            # score files of DataComp or of earlier versions do not identify the data of their tasks
-            is_current = known_contents == contents[task.key] or (task.source is not None and known_contents is None)
-            if task.key in known.metrics and is_current:
-                log.info("%s: already scored in %s", task.name, folder)
-                continue
-            keys.append(task.key)
-            size = None if task.size is None else sum(1 for _ in open_shards(path).samples())
-            if size != task.size:
-                message = (
-                    "%s: %s contains %d samples, but the published set contains %d; do not compare its score with "
-                    "published scores"
-                )
-                log.warning(message, task.name, path, size, task.size)
-        return keys
+        return _find_unscored(data, known, folder)
 
     unscored = communicator.on_rank_zero(find_unscored)
     results = Results(folder, identity) if communicator.rank == 0 else None
@@ -336,7 +333,7 @@ def _score_model(
             else:
                 metrics = measure(task, path, encoder)
             if results is not None:
-                results.add(task, metrics, contents[task.key])
+                results.add(task, metrics, unscored[task.key])
                 seconds = time.perf_counter() - started
                 score_in_percent = percent(metrics["main_metric"])
                 log.info("%s: %s %s%% (%.0f s)", task.name, task.metric, score_in_percent, seconds)
@@ -345,6 +342,33 @@ def _score_model(
         return {}
     _write_summary(folder, data.task_list, results.metrics)
     return results.metrics
+
+
+def _find_unscored(data: _TaskData, known: Results, folder: Path) -> dict[str, str]:
+    """Return the tasks that need a score: for each task's key, the string that identifies the task's data.
+
+    A set is scored again if its files have changed. `known` are the scores in the folder.
+    """
+    from neuclip_ds.evaluation.sets import open_shards
+
+    unscored: dict[str, str] = {}
+    for task, path in data.tasks:
+        contents = data.contents(task, path)
+        known_contents = known.data.get(task.key)
+        # score files of DataComp or of earlier versions do not identify the data of their tasks
+        is_current = known_contents == contents or (task.source is not None and known_contents is None)
+        if task.key in known.metrics and is_current:
+            log.info("%s: already scored in %s", task.name, folder)
+            continue
+        unscored[task.key] = contents
+        size = None if task.size is None else sum(1 for _ in open_shards(path).samples())
+        if size != task.size:
+            message = (
+                "%s: %s contains %d samples, but the published set contains %d; do not compare its score with "
+                "published scores"
+            )
+            log.warning(message, task.name, path, size, task.size)
+    return unscored
 
 
 def _write_summary(folder: Path, task_list: TaskList, metrics: Mapping[str, Metrics]) -> None:
@@ -366,7 +390,7 @@ def _write_summary(folder: Path, task_list: TaskList, metrics: Mapping[str, Metr
         (folder / "summary.md").write_text(summary + "\n", encoding="utf-8")
 
 
-def score_blends(options: argparse.Namespace, communicator: Communicator) -> str:
+def score_blends(options: Options, communicator: Communicator) -> str:
     """Score the blends in --blend and, without --out, update the run's report.
 
     Returns a table on rank 0, and an empty string on the other ranks.

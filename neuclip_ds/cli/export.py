@@ -51,12 +51,27 @@ def main(arguments: Sequence[str]) -> None:
         check_path("RUN", str(run))
     from neuclip_ds.checkpoint.export_run import export_run, export_soup  # torch and deepspeed take seconds to import
 
-    settings = (options.format, options.out, options.best, options.ema, options.license)
     if options.soup is not None:
-        checkpoints = export_soup(options.soup, *settings)
+        checkpoints = export_soup(
+            options.soup,
+            library=options.format,
+            folder=options.out,
+            best=options.best,
+            average=options.ema,
+            license=options.license,
+        )
         written = f"the mean of {', '.join(str(seen_from_here(checkpoint)) for checkpoint in checkpoints)}"
     else:
-        checkpoint = seen_from_here(export_run(options.run, *settings, options.blend))
+        exported = export_run(
+            options.run,
+            library=options.format,
+            folder=options.out,
+            best=options.best,
+            average=options.ema,
+            license=options.license,
+            fraction=options.blend,
+        )
+        checkpoint = seen_from_here(exported)
         written = str(checkpoint)
         if options.blend != 1:
             written = f"a blend of {checkpoint} ({options.blend:g}) with its initial weights ({1 - options.blend:g})"
