@@ -97,7 +97,7 @@ def import_named_plugins(argv: Sequence[str]) -> None:
     for plugin in options.get("plugin", []):
         import_plugin(plugin)
     _import_plugins(options)
-    load_recipe(options.get("recipe") or DEMO)
+    load_recipe(options.get("recipe") or DEMO)  # imports the plugins that the recipe and its includes name
 
 
 def recipe_config(recipe: str, options: Mapping[str, Any], plugins: Sequence[str] = ()) -> Config:
@@ -197,8 +197,10 @@ def override(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     used: dict[str, Any] = {}
     unused: dict[str, Any] = {}
     for name, section in objective.items():
-        is_unused = name in method_sections() and name not in find_method(method).sections
-        (unused if is_unused else used)[name] = section
+        if name in method_sections() and name not in find_method(method).sections:
+            unused[name] = section
+        else:
+            used[name] = section
     used[_OTHER_METHODS] = merge(_mapping(objective, _OTHER_METHODS), unused)
     return merge({**base, "objective": used}, over)
 
@@ -451,23 +453,19 @@ def nearest(name: str, known: Iterable[str]) -> str:
     def last_component(option: str) -> str:
         return option.lstrip("-").split(".")[-1].replace("-", "_")
 
-    def initials(option: str) -> str:
-        return "".join(word[:1] for word in last_component(option).split("_"))
+    def abbreviates(short: str, long: str) -> bool:
+        """Return whether `short` consists of the initials of the words of `long`, of which there are at least two."""
+        initials = "".join(word[:1] for word in last_component(long).split("_"))
+        return len(initials) > 1 and last_component(short) == initials
 
     names = sorted(known, key=lambda other: (other.count("."), other))
     section = name.rpartition(".")[0]
-    suggestions = [
-        other
-        for other in names
-        if other.rpartition(".")[0] == section
-        and (_abbreviates(last_component(other), initials(name)) or _abbreviates(last_component(name), initials(other)))
-    ]
+    suggestions = []
+    for other in names:
+        is_in_section = other.rpartition(".")[0] == section
+        if is_in_section and (abbreviates(other, name) or abbreviates(name, other)):
+            suggestions.append(other)
     suggestions = suggestions or difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     if not suggestions:
         suggestions = [other for other in names if last_component(other) == last_component(name)]
     return f"; did you mean {suggestions[0]}?" if suggestions else ""
-
-
-def _abbreviates(text: str, initials: str) -> bool:
-    """Return whether `text` equals `initials`, if these are the initials of at least two words."""
-    return len(initials) > 1 and text == initials
