@@ -209,7 +209,7 @@ class Prefetcher(ForkProcess):
         # without a lock: the process that holds it might be killed, and a 64-bit write is atomic
         self._reached = RawValue(c_longlong, begin)
         self._starter = os.getpid()
-        self._warned = False
+        self._has_reported_end = False  # in the process that starts this one
 
     def __enter__(self) -> Prefetcher:
         receiver, self._has_begun = Pipe(duplex=False)
@@ -226,8 +226,8 @@ class Prefetcher(ForkProcess):
     def advance(self, number: int) -> None:
         """Report, without blocking, that training has reached batch `number`."""
         self._reached.value = number
-        if self.exitcode is not None and not self._warned:
-            self._warned = True
+        if self.exitcode is not None and not self._has_reported_end:
+            self._has_reported_end = True
             log.warning(
                 "the prefetching process has ended, so remote files are now fetched only when they are read, and "
                 "training may be slower"
@@ -242,33 +242,56 @@ class Prefetcher(ForkProcess):
             sizes = [size + int(added) for size, added in zip(sizes, table.cached_bytes, strict=True)]
         window = RequestWindow(self._requests(), sizes, self._cache.capacity_bytes)
         pool = ThreadPoolExecutor(self._cache.downloads)
-        is_first = True
+
+        reached = self._reached.value
+        admitted = self._admit(window, reached)
+        self._has_begun.send(True)
+        self._fetch_all(admitted, reached, pool, in_turn=True)
+        has_warned = False
         while True:
-            reached = self._reached.value
-            admitted = window.move(reached, min(reached + self._ahead, self._end))
-            if admitted:
-                for number in window.shards:  # marks them as used, so that new shards evict only others
-                    self._cache.touch(self._shards[number].path, self._shards[number].bytes)
-                    for table in self._tables.values():
-                        self._cache.touch(table.file_of(number), int(table.cached_bytes[number]))
-            early_end = min(reached + _EARLY_BATCHES, self._end)
-            if self._early_samples is not None:
-                self._early_samples.begin({request.shard for request in admitted if request.first < early_end})
-            if is_first:
-                self._has_begun.send(True)
-            if self._early_samples is not None:
-                self._early_samples.fetch_batches(reached, early_end, in_turn=is_first)
-            is_first = False
-            for request in admitted:
-                pool.submit(self._fetch, request)
-            if window.is_too_small and not self._warned:
-                self._warned = True
+            if window.is_too_small and not has_warned:
+                has_warned = True
                 log.warning(
                     "batches need more remote files than fit in the cache, so files are fetched repeatedly: raise "
                     "data.cache_gb (now %g)",
                     self._cache.capacity_bytes / 1e9,
                 )
             time.sleep(_POLL)
+            reached = self._reached.value
+            admitted = self._admit(window, reached)
+            self._fetch_all(admitted, reached, pool)
+
+    def _admit(self, window: RequestWindow, reached: int) -> list[ShardRequest]:
+        """Move the window to batch `reached`, and return the new requests; their files may already be cached.
+
+        The shards in the window are marked as used, and those that are needed soon begin to be fetched in pieces.
+        """
+        admitted = window.move(reached, min(reached + self._ahead, self._end))
+        if admitted:
+            for number in window.shards:  # so that new shards evict only others
+                self._cache.touch(self._shards[number].path, self._shards[number].bytes)
+                for table in self._tables.values():
+                    self._cache.touch(table.file_of(number), int(table.cached_bytes[number]))
+        if self._early_samples is not None:
+            early_end = self._early_end(reached)
+            self._early_samples.begin({request.shard for request in admitted if request.first < early_end})
+        return admitted
+
+    def _fetch_all(
+        self, admitted: Sequence[ShardRequest], reached: int, pool: ThreadPoolExecutor, in_turn: bool = False
+    ) -> None:
+        """Start to fetch the first samples that training needs from batch `reached` on, then the admitted requests.
+
+        If `in_turn`, the first samples arrive before anything else is requested, so that they get the whole bandwidth.
+        """
+        if self._early_samples is not None:
+            self._early_samples.fetch_batches(reached, self._early_end(reached), in_turn)
+        for request in admitted:
+            pool.submit(self._fetch, request)
+
+    def _early_end(self, reached: int) -> int:
+        """Return the end of the batches whose samples are fetched before the rest of their shards."""
+        return min(reached + _EARLY_BATCHES, self._end)
 
     def _fetches(self, shard: Shard) -> bool:
         return self._reads_shards and not is_local(shard.path)

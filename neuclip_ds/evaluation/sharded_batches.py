@@ -50,7 +50,10 @@ def sharded_batches(
         raise UserError(f"The ranks see different files under {folder.path}; give all nodes the same copy of the set.")
     local_batches = _local_batches(folder, prepare, communicator, size, loader)
     with closing(local_batches):  # stops workers at once; the garbage collector may run late
-        while (batch := communicator.on_every_rank(lambda: next(local_batches, None))) is not None:
+        while True:
+            batch = communicator.on_every_rank(lambda: next(local_batches, None))
+            if batch is None:
+                return
             yield batch
 
 

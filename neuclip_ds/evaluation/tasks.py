@@ -140,35 +140,24 @@ class TaskList(BaseModel):
         path_of_task = {task.key: task.find(unnamed) for task in self.tasks}
         known_paths = {path for path in path_of_task.values() if path is not None}
         user_paths = [path for path in candidates if path not in known_paths and is_set(path)]
-        user_tasks = [_user_task(path, name_of_set.get(path)) for path in user_paths]
-        name_counts = Counter(task.name for task in user_tasks)
-        if user_tasks:
-            name, count = name_counts.most_common(1)[0]
-            if count > 1:
-                raise UserError(
-                    f"{count} evaluation sets are called {name}; pass them as NAME=PATH (in --data), or rename them."
-                )
+        user_tasks = _user_tasks(user_paths, name_of_set)
         for task, path in zip(user_tasks, user_paths, strict=True):
             path_of_task[task.key] = path
 
-        chosen = self.with_own(user_tasks).choose(names)
         chosen_on_disk = []
         missing = []
-        for task in chosen:
+        for task in self.with_own(user_tasks).choose(names):
             path_or_none = path_of_task[task.key]
             if path_or_none is None:
                 missing.append(task)
             else:
                 chosen_on_disk.append((task, path_or_none))
         searched = ", ".join(map(str, paths))
-        if not chosen_on_disk or (names and missing):
+        if names and missing:
             listed = ", ".join(f"{task.name} ({task.folder})" for task in missing)
-            problem = f"These evaluation sets were not found in {searched}: {listed}"
-            if not names:
-                problem = f"No evaluation set was found in {searched}"
-            raise UserError(
-                f"{problem}; docs/how-to/evaluate.md explains where to get DataComp's sets. Forms of sets: {FORMS}."
-            )
+            raise _not_found(f"These evaluation sets were not found in {searched}: {listed}")
+        if not chosen_on_disk:
+            raise _not_found(f"No evaluation set was found in {searched}")
         for path, below in candidates_of_path.items():
             has_known_set = any(task.find(below) is not None for task in self.tasks)
             if not has_known_set and not any(map(is_set, below)):
@@ -213,6 +202,27 @@ def _sets_in(path: Path) -> list[Path]:
         raise UserError(f"{path} is neither a folder nor an evaluation set; pass a set, or a folder of sets.")
     entries = [entry for entry in path.iterdir() if is_visible(entry.name)]
     return sorted(entry for entry in entries if entry.is_dir() or is_set(entry))
+
+
+def _not_found(problem: str) -> UserError:
+    return UserError(
+        f"{problem}; docs/how-to/evaluate.md explains where to get DataComp's sets. Forms of sets: {FORMS}."
+    )
+
+
+def _user_tasks(paths: Sequence[Path], names: Mapping[Path, str]) -> list[Task]:
+    """Return the tasks of the user's sets at `paths`, some of which have `names`.
+
+    Raises UserError if two sets share a name, or if a set is unreadable or neither for classification nor for
+    retrieval.
+    """
+    tasks = [_user_task(path, names.get(path)) for path in paths]
+    for name, count in Counter(task.name for task in tasks).most_common(1):
+        if count > 1:
+            raise UserError(
+                f"{count} evaluation sets are called {name}; pass them as NAME=PATH (in --data), or rename them."
+            )
+    return tasks
 
 
 def _user_task(path: Path, name: str | None = None) -> Task:
