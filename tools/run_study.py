@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -59,6 +59,22 @@ class Job:
     split: str
     features: Path
     saved_as: str = ""  # name under which later runs use its heads as a reference or a teacher
+
+
+class Selection(NamedTuple):
+    """The arms and the batch sizes of the stages that are run; None selects all of them."""
+
+    arms: Sequence[str] | None = None
+    batches: Sequence[int] | None = None  # those of a stage, without the arms' `batch_factor`
+
+    def has(self, arm: str, batch: int) -> bool:
+        """Return whether the runs of an arm with a batch size are selected."""
+        has_arm = self.arms is None or arm in self.arms
+        has_batch = self.batches is None or batch in self.batches
+        return has_arm and has_batch
+
+
+EVERYTHING = Selection()
 
 
 def main() -> None:
@@ -202,6 +218,7 @@ def study(options: argparse.Namespace) -> None:
     for source in options.source:
         prepare(source, options)
     stages = stages_to_run(options)
+    selection = Selection(options.arms, options.batch)
     path = options.out / "results.jsonl"
     end_last_line(path)
     hardware = f"{processor()}, {counted(options.processes, 'run')} at a time, torch {torch.__version__}"
@@ -211,10 +228,12 @@ def study(options: argparse.Namespace) -> None:
     pool = ProcessPoolExecutor(options.processes, spawn, _start_process, (os.getpid(),))
     with pool, _kills_runs_on_stop(), path.open("a") as file:
         for stage, features in stages.items():
-            # the results of some runs of a search decide which runs follow
-            while todo := missing(stage, read_results(path), features, options.arms, options.batch):
+            while True:  # the results of some runs of a search decide which runs follow
                 known = read_results(path)
-                remaining = planned(stages, known, options.arms, options.batch)
+                todo = missing(stage, known, features, selection)
+                if not todo:
+                    break
+                remaining = planned(stages, known, selection)
                 print(estimate("the plan", remaining, known, options.processes))
                 print(estimate(stage, todo, known, options.processes), flush=True)
                 for number, record in enumerate(_in_order_of_end(pool, options.processes, todo), 1):
@@ -330,29 +349,18 @@ def stages_to_run(options: argparse.Namespace) -> dict[str, Path]:
     return stages
 
 
-def missing(
-    stage: str,
-    known: Mapping[str, Any],
-    features: Path,
-    arms: Sequence[str] | None = None,
-    batches: Sequence[int] | None = None,
-) -> list[Job]:
-    """Return the runs of a stage that have not ended, or whose heads later runs need but `features` does not contain.
+def missing(stage: str, known: Mapping[str, Any], features: Path, selection: Selection = EVERYTHING) -> list[Job]:
+    """Return the selected runs of a stage that have not ended, or whose heads later runs need but `features` lacks.
 
     Raises:
         UserError: results.jsonl contains one of the runs with other settings, or a search has not ended.
     """
-    all_jobs = jobs(stage, known, features, arms, batches)
+    all_jobs = jobs(stage, known, features, selection)
     return [job for job in all_jobs if not is_known(job, known) or _lacks_heads(job)]
 
 
-def planned(
-    stages: Mapping[str, Path],
-    known: Mapping[str, Any],
-    arms: Sequence[str] | None = None,
-    batches: Sequence[int] | None = None,
-) -> list[Job]:
-    """Return the remaining runs of the stages.
+def planned(stages: Mapping[str, Path], known: Mapping[str, Any], selection: Selection = EVERYTHING) -> list[Job]:
+    """Return the remaining selected runs of the stages.
 
     The runs that follow a search depend on its scores, which are unknown before the search ends; here, all settings of
     the search count as equally good.
@@ -360,7 +368,10 @@ def planned(
     known = dict(known)
     planned_jobs: list[Job] = []
     for stage, features in stages.items():
-        while todo := [job for job in jobs(stage, known, features, arms, batches) if job.name not in known]:
+        while True:
+            todo = [job for job in jobs(stage, known, features, selection) if job.name not in known]
+            if not todo:
+                break
             planned_jobs += todo
             known |= {job.name: {"run": asdict(job.run), "results": {"recall": 0.0}} for job in todo}
     return planned_jobs
@@ -402,20 +413,11 @@ def _lacks_heads(job: Job) -> bool:
     return bool(job.saved_as) and not guide_path(job.features / "guides", job.saved_as).is_file()
 
 
-def jobs(
-    stage: str,
-    known: Mapping[str, Any],
-    features: Path,
-    arms: Sequence[str] | None = None,
-    batches: Sequence[int] | None = None,
-) -> Iterator[Job]:
-    """Yield the runs of a stage, for all arms and batch sizes or only for those in `arms` and `batches`.
+def jobs(stage: str, known: Mapping[str, Any], features: Path, selection: Selection = EVERYTHING) -> Iterator[Job]:
+    """Yield the selected runs of a stage.
 
     In a search, all points run with the first seed. Once these runs have ended, the best `shortlist` points also run
     with the other seeds.
-
-    Args:
-        batches: batch sizes of the stage, without the arms' `batch_factor`.
 
     Raises:
         UserError: the stage follows a search that has not ended.
@@ -423,7 +425,7 @@ def jobs(
     plan = PLAN["stages"][stage]
     seeds = range(1, plan["seeds"] + 1)
     for batch, seed, arm in itertools.product(plan["batch"], seeds, plan["arms"]):
-        if (arms is not None and arm not in arms) or (batches is not None and batch not in batches):
+        if not selection.has(arm, batch):
             continue
         settings = {key: value for key, value in PLAN["arms"][arm].items() if key not in ("grid", "batch_factor")}
         settings |= plan.get("set", {})

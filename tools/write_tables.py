@@ -51,8 +51,10 @@ def main() -> None:
         if options.print:
             for match in _MARKED.finditer(text):
                 print(f"\n{match[2]}\n\n{TABLES[match[2]]()}")
-        elif (new := with_tables(text)) != text:
-            page.write_text(new, encoding="utf-8")
+            continue
+        new_text = with_tables(text)
+        if new_text != text:
+            page.write_text(new_text, encoding="utf-8")
             print("written:", page.relative_to(ROOT))
 
 

@@ -35,15 +35,17 @@ def test_a_plan_is_estimated_before_its_search_has_run(monkeypatch: pytest.Monke
     assert len([job for job in jobs if job.name.startswith("final/")]) == 2 * 3 * 2
     assert {job.run.batch for job in jobs if "32x" in job.name} == {320}
     assert {job.run.lr for job in jobs if job.name.startswith("final/openclip, 32x batch")} == {4.0}
-    assert run_study.planned(stages, {}, batches=[10]) == jobs  # a stage's batch size includes arms with another one
-    assert run_study.planned(stages, {}, batches=[320]) == []
+    assert (
+        run_study.planned(stages, {}, run_study.Selection(batches=[10])) == jobs
+    )  # a stage's batch size includes arms with another one
+    assert run_study.planned(stages, {}, run_study.Selection(batches=[320])) == []
 
     def record(batch: int, epochs: float, seconds: float, start_seconds: float) -> dict[str, Any]:
         run = {"loss": "openclip", "batch": batch, "seed": 1, "epochs": epochs, "lr": 1.0}
         return {"run": run, "results": {"recall": 1.0, "seconds": seconds, "start_seconds": start_seconds}}
 
     paces = {"pace/a/B10/seed1": record(10, 0.5, seconds=60, start_seconds=20)}
-    unknown = run_study.planned(stages, paces, ["openclip, 32x batch"])
+    unknown = run_study.planned(stages, paces, run_study.Selection(["openclip, 32x batch"]))
     assert "no similar run has ended" in run_study.estimate("the plan", unknown, paces, processes=2)
     assert "not counting 8 runs" in run_study.estimate("the plan", jobs, paces, processes=2)
     paces["pace/b/B320/seed1"] = record(320, 0.5, seconds=60, start_seconds=20)

@@ -595,7 +595,8 @@ def gains_on_heads(*arms: str) -> str:
     """Return the range of the gains of arms over OpenCLIP at all batch sizes, for a sentence."""
     gains: list[tuple[Seeds, Seeds]] = []
     for arm, batch in itertools.product(arms, batches_of("finals")):
-        if ours := runs("finals", arm, batch):
+        ours = runs("finals", arm, batch)
+        if ours:
             gains.append((ours, runs("finals", PEER, batch)))
     return f"{range_of_gains(gains).replace('+', '')} points"
 
