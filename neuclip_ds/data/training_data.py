@@ -95,7 +95,8 @@ class TrainingData:
         jobs = train_jobs(order, communicator.rank, communicator.world_size, epoch, step, steps, parts)
         options = self.loading
         if read_environment().local_rank == 0:
-            ready = options.workers * options.prefetch * -(-rank_batch // parts) * row_bytes
+            rows_per_part = -(-rank_batch // parts)
+            ready = options.workers * options.prefetch * rows_per_part * row_bytes
             shortage = shared_memory_shortage(local_ranks() * ready)
             if shortage:
                 log.warning("%s", shortage)

@@ -160,7 +160,8 @@ def _choose_held_out(data: DataConfig, sizes: NDArray[np.int64]) -> dict[int, in
 
     # take at most a tenth of the samples of each chosen shard, or use all shards
     nonempty = np.flatnonzero(sizes)
-    shards = nonempty[:: -(-len(nonempty) // _HELD_OUT_SHARDS)]
+    spacing = -(-len(nonempty) // _HELD_OUT_SHARDS)
+    shards = nonempty[::spacing]
     if sizes[shards].sum() < 10 * total:
         shards = nonempty
 

@@ -35,9 +35,8 @@ def test_a_plan_is_estimated_before_its_search_has_run(monkeypatch: pytest.Monke
     assert len([job for job in jobs if job.name.startswith("final/")]) == 2 * 3 * 2
     assert {job.run.batch for job in jobs if "32x" in job.name} == {320}
     assert {job.run.lr for job in jobs if job.name.startswith("final/openclip, 32x batch")} == {4.0}
-    assert (
-        run_study.planned(stages, {}, run_study.Selection(batches=[10])) == jobs
-    )  # a stage's batch size includes arms with another one
+    # a stage's batch size includes arms with another one
+    assert run_study.planned(stages, {}, run_study.Selection(batches=[10])) == jobs
     assert run_study.planned(stages, {}, run_study.Selection(batches=[320])) == []
 
     def record(batch: int, epochs: float, seconds: float, start_seconds: float) -> dict[str, Any]:
