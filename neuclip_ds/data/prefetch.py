@@ -243,10 +243,13 @@ class Prefetcher(ForkProcess):
         window = RequestWindow(self._requests(), sizes, self._cache.capacity_bytes)
         pool = ThreadPoolExecutor(self._cache.downloads)
 
+        # the first requests, for which the run waits
         reached = self._reached.value
         admitted = self._admit(window, reached)
         self._has_begun.send(True)
         self._fetch_all(admitted, reached, pool, in_turn=True)
+
+        # further requests as training advances
         has_warned = False
         while True:
             if window.is_too_small and not has_warned:
