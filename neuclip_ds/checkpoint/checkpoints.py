@@ -223,8 +223,7 @@ class Checkpoints:
 
         Returns None if no best evaluation has been recorded, its record is damaged, or its checkpoint does not exist.
         """
-        best = self._communicator.on_rank_zero(self._find_best)
-        return None if best is None else Best(*best)  # sent as JSON, so a `Best` arrives as a list
+        return self._communicator.value_from_rank_zero(Best | None, self._find_best)
 
     def keep_best(self, best: Best) -> None:
         """Record a new best evaluation, whose checkpoint is then kept regardless of its age.

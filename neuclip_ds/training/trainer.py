@@ -56,7 +56,7 @@ from neuclip_ds.models.source import ModelSource
 from neuclip_ds.models.trained_parts import Parameters
 from neuclip_ds.models.weights_hash import weights_hash
 from neuclip_ds.reporting.events import EventLog
-from neuclip_ds.reporting.history import log_changes, recorded_launch
+from neuclip_ds.reporting.history import Changes, log_changes, recorded_launch
 from neuclip_ds.reporting.log import configure_logging
 from neuclip_ds.reporting.metrics import MetricsLog
 from neuclip_ds.training.checkpointing import SaveCheckpoints
@@ -150,7 +150,9 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
                     loop.done,
                 )
             else:
-                changes = communicator.on_rank_zero(lambda: move_staged_files(staged, folder, loop.context.config))
+                changes = communicator.value_from_rank_zero(
+                    Changes, lambda: move_staged_files(staged, folder, loop.context.config)
+                )
 
         has_ended = is_complete
         with ExitStack() as stack:

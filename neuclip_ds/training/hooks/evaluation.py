@@ -185,8 +185,7 @@ class EvaluateModel(Hook):
                     bests.append(Best(step, metric, record[metric]))
             return max(bests, key=lambda best: (best.value, best.step), default=None)
 
-        fields = loop.context.communicator.on_rank_zero(read)
-        return None if fields is None else Best(*fields)  # sent as JSON, so a `Best` arrives as a list
+        return loop.context.communicator.value_from_rank_zero(Best | None, read)
 
 
 def evaluates_start(config: Config) -> bool:

@@ -167,7 +167,7 @@ def restore(run: RunConfig, communicator: Communicator, *folders: Path) -> None:
 def _restore_folder(url: str, communicator: Communicator, folder: Path) -> bool:
     """Restore one folder; return whether it contains a checkpoint now, local or fetched; raise as `restore` does."""
 
-    def list_both() -> tuple[list[str], list[str], list[str]]:
+    def list_both() -> list[list[str]]:
         local_names = [path.name for path in all_checkpoints(folder / "checkpoints")]
         with _explained(url):
             remote = RemoteRun(url)
@@ -176,7 +176,7 @@ def _restore_folder(url: str, communicator: Communicator, folder: Path) -> bool:
                     f"run.remote would put the copy into the run's own folder ({url}): choose another folder or a "
                     "store, or omit run.remote."
                 )
-            return local_names, remote.names(), remote.records()
+            return [local_names, remote.names(), remote.records()]
 
     local_names, remote_names, records = communicator.on_rank_zero(list_both)
     if not remote_names and not records:
