@@ -239,27 +239,15 @@ class Checkpoints:
         self.changes += 1
         log.info("best so far: %s is %.4g at step %d", best.metric, best.value, best.step)
 
-    def read(self, path: Path, fingerprint: Fingerprint) -> tuple[int, Mapping[str, Any]]:
-        """Return a checkpoint's number of completed steps, and the `data` that `save` stored.
-
-        Raises `UserError` if the checkpoint was written by a run whose fingerprint differs from `fingerprint`, or if
-        meta.json is damaged.
-        """
+    def check(self, path: Path, fingerprint: Fingerprint) -> None:
+        """Raise `UserError` if a run with a different fingerprint wrote a checkpoint, or if meta.json is damaged."""
         meta = self._communicator.on_rank_zero(lambda: read_meta(path))
-        for key, value in fingerprint.items():
-            saved_value = meta["facts"].get(key)
-            if saved_value != value and key == "parameters":
-                raise UserError(
-                    f"The checkpoint {path} was written with a model of {saved_value} parameters, but this run's model "
-                    f"has {value}: use the model options (model.*) of the run that wrote the checkpoint, or give the "
-                    "run a different name (run.name)."
-                )
-            if saved_value != value:
-                option = _OPTIONS.get(key, key)
-                raise UserError(
-                    f"The checkpoint {path} was written with {option}={saved_value}, but this run uses "
-                    f"{option}={value}: use the checkpoint's {option}, or give the run a different name (run.name)."
-                )
+        _require_fingerprint(path, meta["facts"], fingerprint)
+
+    def read(self, path: Path, fingerprint: Fingerprint) -> tuple[int, Mapping[str, Any]]:
+        """Return a checkpoint's number of completed steps, and the `data` that `save` stored; raise as `check` does."""
+        meta = self._communicator.on_rank_zero(lambda: read_meta(path))
+        _require_fingerprint(path, meta["facts"], fingerprint)
         return int(meta["step"]), meta["data"]
 
     def load(self, path: Path, engine: Engine, loss: LossFunction) -> None:
@@ -336,6 +324,24 @@ class Checkpoints:
         if best is None or not is_complete(step_folder(self._folder, best.step)):
             return None
         return best
+
+
+def _require_fingerprint(path: Path, saved: Fingerprint, fingerprint: Fingerprint) -> None:
+    """Raise `UserError` if a setting in `fingerprint` differs from the one that a checkpoint was saved with."""
+    for key, value in fingerprint.items():
+        saved_value = saved.get(key)
+        if saved_value != value and key == "parameters":
+            raise UserError(
+                f"The checkpoint {path} was written with a model of {saved_value} parameters, but this run's model "
+                f"has {value}: use the model options (model.*) of the run that wrote the checkpoint, or give the "
+                "run a different name (run.name)."
+            )
+        if saved_value != value:
+            option = _OPTIONS.get(key, key)
+            raise UserError(
+                f"The checkpoint {path} was written with {option}={saved_value}, but this run uses "
+                f"{option}={value}: use the checkpoint's {option}, or give the run a different name (run.name)."
+            )
 
 
 def verify_together(path: Path, communicator: Communicator) -> None:

@@ -63,12 +63,20 @@ def log_changes(changes: Changes) -> None:
 
 @contextmanager
 def recorded_launch(
-    folder: Path, environment: Mapping[str, Any], changes: Changes, loop: CountsSteps
+    folder: Path, environment: Mapping[str, Any], changes: Changes, loop: CountsSteps, writes: bool = True
 ) -> Iterator[None]:
     """Record the start of a launch in FOLDER/history.jsonl and, unless the process is killed, its end.
 
-    `environment` contains the launch's `command` and `commit`.
+    Args:
+        folder: the run's folder.
+        environment: contains the launch's `command` and `commit`.
+        changes: options that differ from the previous launch.
+        loop: counts the steps that are done.
+        writes: whether this rank writes the file; true on one rank.
     """
+    if not writes:
+        yield
+        return
     launch = {"command": environment.get("command", ""), "commit": environment.get("commit", ""), "changes": changes}
     _append(folder, {"step": loop.done, "event": "start", "time": _now(), **launch})
     try:

@@ -198,7 +198,8 @@ def find(communicator: Communicator) -> list[Any]:
     """Receive values from rank 0, and a value that is not of the expected type."""
     found = communicator.value_from_rank_zero(Found | None, lambda: Found(Path("a\udcff"), {3: (0.1, math.inf)}))
     nothing = communicator.value_from_rank_zero(Found | None, lambda: None)
-    with pytest.raises(ValidationError), warnings.catch_warnings(action="ignore"):
+    with pytest.raises(ValidationError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         communicator.value_from_rank_zero(int, lambda: "three")
     with pytest.raises(UserError, match="no disk"):
         communicator.value_from_rank_zero(Found, Mock(side_effect=UserError("no disk")))
