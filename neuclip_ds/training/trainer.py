@@ -24,6 +24,7 @@ from neuclip_ds.checkpoint.checkpoints import Checkpoints, Fingerprint
 from neuclip_ds.checkpoint.integrity import read_meta
 from neuclip_ds.checkpoint.saved_model import MODEL, initial_source
 from neuclip_ds.config import Config, dump
+from neuclip_ds.data.bad_samples import BadSampleLog
 from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.data.stored_towers import TEXT, tower_folders
 from neuclip_ds.data.training_data import TrainingData, open_training_data
@@ -622,7 +623,8 @@ class Loop:
         self, hooks: Sequence[Hook], evaluator: Evaluator | None, average: WeightAverage | None
     ) -> dict[str, Hook]:
         """Start the given hooks, then the standard hooks, and return all of them by name."""
-        records = WriteRecords()
+        bad_samples = self._open_records()  # before hooks start, because they may write metrics and events
+        records = WriteRecords(bad_samples)
         saver = SaveCheckpoints()
         # docs: hooks
         standard: list[Hook] = [PrefetchShards(), WatchHealth(), ShowProgress(), records, saver]
@@ -638,7 +640,6 @@ class Loop:
             state = self._hook_states.get(name)
             if state is not None:
                 hook.load_state(state)
-        records.open(self)  # the other hooks may write metrics when they start
         compiled_now = self.context.compilation
         if compiled_now != self._compiled_before:
             message = (
@@ -650,6 +651,32 @@ class Loop:
             hook.start(self)
             self.resources.push(partial(self._close, hook))
         return named_hooks
+
+    def _open_records(self) -> BadSampleLog:
+        """Open the loop's records, which only rank 0 writes, and drop the records of steps after the current step.
+
+        Sets `metrics` until the loop ends, and returns the log of bad samples. Raises `UserError` on all ranks if a
+        file cannot be opened.
+        """
+        communicator = self.context.communicator
+        max_bad_fraction = self.context.config.data.max_bad_fraction
+        writes = communicator.rank == 0
+
+        def open_files() -> tuple[BadSampleLog, MetricsLog | None]:
+            with explain_disk(self.folder):
+                self.events.resume(self.done)
+                bad_samples = BadSampleLog(self.folder, max_bad_fraction, writes=writes)
+                metrics = MetricsLog(self.folder, self.done or None) if writes else None
+                return bad_samples, metrics
+
+        bad_samples, metrics = communicator.on_every_rank(open_files)
+        if metrics is not None:
+            self.metrics = self.resources.enter_context(metrics)
+            self.resources.callback(self._forget_metrics)
+        return bad_samples
+
+    def _forget_metrics(self) -> None:
+        self.metrics = None
 
     def _close(
         self,

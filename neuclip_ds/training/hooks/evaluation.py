@@ -43,6 +43,7 @@ class EvaluateModel(Hook):
         self._evaluator = evaluator
         self._saver = saver
         self._average = average
+        self._first_step = 0  # steps done when the loop started
 
     def start(self, loop: Loop) -> None:
         self._first_step = loop.done
