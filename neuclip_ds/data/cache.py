@@ -31,7 +31,7 @@ from filelock import FileLock, Timeout
 from neuclip_ds.data.fetch import AttemptFailed, FetchError, Retries, attempt
 from neuclip_ds.data.node_tables import NodeTables, files_in, name_of
 from neuclip_ds.data.partial_shard import ARRIVED, DATA, PartialShard, has_arrived
-from neuclip_ds.distributed.stop_signals import deferring
+from neuclip_ds.distributed.stop_signals import raising_at_once
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import FIX_OF_CACHE, checksum_of, explain_disk
 from neuclip_ds.limits import fix_of_limit
@@ -114,7 +114,7 @@ class ShardCache:
             while not self.touch(url, expected_bytes):
                 end = time.monotonic() + self._try_to_fetch(url, expected_bytes, expected_crc32, retries)
                 while time.monotonic() < end:
-                    with deferring(False):  # a signal must end the run now, because the next step may be an hour away
+                    with raising_at_once():  # the next step may be an hour away
                         time.sleep(_POLL)
         except FetchError:
             raise
@@ -150,7 +150,7 @@ class ShardCache:
                     next_check += _POLL_OWNER
                     with suppress(Timeout), FileLock(self._folder / "locks" / name, blocking=False):
                         return None  # the process that fetched the shard has ended
-                with deferring(False):
+                with raising_at_once():
                     time.sleep(_POLL_PIECES)
             return FileIO(folder / DATA)
         return None

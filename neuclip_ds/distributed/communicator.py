@@ -73,6 +73,8 @@ class Communicator:
         group: process group of the ranks; by default, torch's default group.
         host_group: process group of the same ranks for objects and tensors in host memory; by default, `group`.
         store: store that the same ranks share; `count` requires it if there are several ranks.
+        world_size: number of ranks, of which this is rank 0, in place of the group's: 1 for a communicator that sends
+            nothing, and more to plan for that many ranks without calling them.
 
     Attributes:
         rank: rank of this process, 0 <= rank < world_size.
@@ -88,6 +90,7 @@ class Communicator:
         group: ProcessGroup | None = None,
         host_group: ProcessGroup | None = None,
         store: dist.Store | None = None,
+        world_size: int | None = None,
     ) -> None:
         self.device = torch.device(device)
         self._group = group
@@ -100,6 +103,9 @@ class Communicator:
             self.world_size = dist.get_world_size(self._host_group)
             if "cpu:" not in dist.get_backend_config(self._host_group):
                 self._host = self.device
+        if world_size is not None:
+            self.rank = 0
+            self.world_size = world_size
         self._store = store
         self.collectives_started = 0
         self._counter = TrafficCounter()
@@ -116,12 +122,7 @@ class Communicator:
 
     def single_rank(self) -> "Communicator":
         """Return a communicator for this rank alone; its calls send nothing."""
-        single = object.__new__(type(self))
-        single.__dict__.update(self.__dict__)
-        single.rank = 0
-        single.world_size = 1
-        single._counter = TrafficCounter()
-        return single
+        return Communicator(self.device, self._group, self._host_group, self._store, world_size=1)
 
     @property
     def traffic(self) -> defaultdict[str, Traffic]:

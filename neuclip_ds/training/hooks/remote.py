@@ -25,7 +25,7 @@ from neuclip_ds.checkpoint.integrity import META, DamagedCheckpoint, is_complete
 from neuclip_ds.checkpoint.remote import RemoteRun, start_push
 from neuclip_ds.config import Config, RunConfig
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.distributed.stop_signals import deferring
+from neuclip_ds.distributed.stop_signals import raising_at_once
 from neuclip_ds.errors import UserError, explained
 from neuclip_ds.files import sync_folders
 from neuclip_ds.training.hooks import Hook
@@ -102,7 +102,7 @@ class CopyRun(Hook):
 
     def _finish(self, loop: Loop) -> None:
         """Wait for the copy in progress, and make another one if anything has changed since it was started."""
-        with deferring(False):
+        with raising_at_once():
             self._end_copy(loop, timeout=_MAX_FINAL_WAIT / 2)
             self._start_copy(loop)
             self._end_copy(loop, timeout=_MAX_FINAL_WAIT / 2)
