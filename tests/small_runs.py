@@ -131,7 +131,7 @@ def train_connected(communicator: Communicator, config: Config, *hooks: Hook) ->
     from neuclip_ds.training.trainer import build_run, recover_and_train
 
     folder = config.run.output_dir / str(config.run.name)
-    with staging_folder(config, folder, communicator) as staged:
+    with staging_folder(folder, communicator) as staged:
         run = build_run(config, communicator, folder, staged)
         communicator.on_rank_zero(lambda: move_staged_files(staged, folder, config))
     with patch.object(trainer, "CollectGarbage", Hook):

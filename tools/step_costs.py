@@ -235,9 +235,7 @@ class SimulatedRank(Communicator):
     """Rank 0 of `world_size` ranks with identical data; `calls` lists its collectives so far, in order."""
 
     def __init__(self, world_size: int) -> None:
-        super().__init__("cpu")
-        self.rank = 0
-        self.world_size = world_size
+        super().__init__("cpu", world_size=world_size)
         self.calls: list[Call] = []
 
     def _begin(self, op: str, x: Tensor, purpose: str, result: Tensor, launch: Any, *inputs: Tensor) -> Pending:

@@ -137,7 +137,6 @@ class Checkpoints:
 
     Attributes:
         changes: number of times that this object has completed a checkpoint or recorded a new best evaluation.
-        in_use: function that returns whether a checkpoint is being copied and must be kept; only rank 0 calls it.
     """
 
     def __init__(
@@ -152,7 +151,14 @@ class Checkpoints:
         self._keep = keep
         self._extra_files = extra_files or {}
         self.changes = 0
-        self.in_use: Callable[[Path], bool] = lambda path: False
+        self._in_use: Callable[[Path], bool] | None = None
+
+    def protect(self, in_use: Callable[[Path], bool]) -> None:
+        """Keep checkpoints while they are in use, regardless of their age; `CopyRun` protects those that it copies.
+
+        `in_use` replaces that of an earlier call. Only rank 0 calls it, with the path of a checkpoint.
+        """
+        self._in_use = in_use
 
     def newest(self) -> Path | None:
         """Return the newest intact checkpoint, or None if there are no checkpoints.
@@ -163,13 +169,9 @@ class Checkpoints:
         names = self._communicator.on_rank_zero(lambda: [path.name for path in all_checkpoints(self._folder)])
         for name in names:
             path = self._folder / name
-            try:
-                verify_together(path, self._communicator)
+            problem = find_damage(path, self._communicator, alternative="the next older one")
+            if problem is None:
                 return path
-            except UserError as error:
-                problem = problem_of(error)
-            if self._communicator.rank == 0:
-                log.warning("checkpoint %s is damaged; trying the next older one. The problem: %s", name, problem)
         if problem is not None:
             raise UserError(
                 f"No checkpoint in {self._folder} can be read. The problem with the oldest one: {problem} Restore a "
@@ -193,7 +195,7 @@ class Checkpoints:
         """Save and verify the state after `step` steps, and return the checkpoint's folder.
 
         If more than `keep` checkpoints then exist, the oldest are deleted, except the best one and one that is being
-        copied (`in_use`). `data` is stored in meta.json: the record of the training data, the states of the hooks, and
+        copied (`protect`). `data` is stored in meta.json: the record of the training data, the states of the hooks, and
         the compiled parts of the towers.
 
         Raises `SaveFailed` on all ranks if the disk has too little space or any rank fails to write its files; the
@@ -223,8 +225,7 @@ class Checkpoints:
 
         Returns None if no best evaluation has been recorded, its record is damaged, or its checkpoint does not exist.
         """
-        best = self._communicator.on_rank_zero(self._find_best)
-        return None if best is None else Best(*best)  # sent as JSON, so a `Best` arrives as a list
+        return self._communicator.value_from_rank_zero(Best | None, self._find_best)
 
     def keep_best(self, best: Best) -> None:
         """Record a new best evaluation, whose checkpoint is then kept regardless of its age.
@@ -240,27 +241,15 @@ class Checkpoints:
         self.changes += 1
         log.info("best so far: %s is %.4g at step %d", best.metric, best.value, best.step)
 
-    def read(self, path: Path, fingerprint: Fingerprint) -> tuple[int, Mapping[str, Any]]:
-        """Return a checkpoint's number of completed steps, and the `data` that `save` stored.
-
-        Raises `UserError` if the checkpoint was written by a run whose fingerprint differs from `fingerprint`, or if
-        meta.json is damaged.
-        """
+    def check(self, path: Path, fingerprint: Fingerprint) -> None:
+        """Raise `UserError` if a run with a different fingerprint wrote a checkpoint, or if meta.json is damaged."""
         meta = self._communicator.on_rank_zero(lambda: read_meta(path))
-        for key, value in fingerprint.items():
-            saved_value = meta["facts"].get(key)
-            if saved_value != value and key == "parameters":
-                raise UserError(
-                    f"The checkpoint {path} was written with a model of {saved_value} parameters, but this run's model "
-                    f"has {value}: use the model options (model.*) of the run that wrote the checkpoint, or give the "
-                    "run a different name (run.name)."
-                )
-            if saved_value != value:
-                option = _OPTIONS.get(key, key)
-                raise UserError(
-                    f"The checkpoint {path} was written with {option}={saved_value}, but this run uses "
-                    f"{option}={value}: use the checkpoint's {option}, or give the run a different name (run.name)."
-                )
+        _require_fingerprint(path, meta["facts"], fingerprint)
+
+    def read(self, path: Path, fingerprint: Fingerprint) -> tuple[int, Mapping[str, Any]]:
+        """Return a checkpoint's number of completed steps, and the `data` that `save` stored; raise as `check` does."""
+        meta = self._communicator.on_rank_zero(lambda: read_meta(path))
+        _require_fingerprint(path, meta["facts"], fingerprint)
         return int(meta["step"]), meta["data"]
 
     def load(self, path: Path, engine: Engine, loss: LossFunction) -> None:
@@ -329,7 +318,8 @@ class Checkpoints:
             return
         best_path = None if best is None else step_folder(self._folder, best.step)
         for path in all_checkpoints(self._folder)[self._keep :]:
-            if path != best_path and not self.in_use(path):
+            is_in_use = self._in_use is not None and self._in_use(path)
+            if path != best_path and not is_in_use:
                 _delete(path)
 
     def _find_best(self) -> Best | None:
@@ -339,9 +329,42 @@ class Checkpoints:
         return best
 
 
+def _require_fingerprint(path: Path, saved: Fingerprint, fingerprint: Fingerprint) -> None:
+    """Raise `UserError` if a setting in `fingerprint` differs from the one that a checkpoint was saved with."""
+    for key, value in fingerprint.items():
+        saved_value = saved.get(key)
+        if saved_value != value and key == "parameters":
+            raise UserError(
+                f"The checkpoint {path} was written with a model of {saved_value} parameters, but this run's model "
+                f"has {value}: use the model options (model.*) of the run that wrote the checkpoint, or give the "
+                "run a different name (run.name)."
+            )
+        if saved_value != value:
+            option = _OPTIONS.get(key, key)
+            raise UserError(
+                f"The checkpoint {path} was written with {option}={saved_value}, but this run uses "
+                f"{option}={value}: use the checkpoint's {option}, or give the run a different name (run.name)."
+            )
+
+
 def verify_together(path: Path, communicator: Communicator) -> None:
     """Verify a checkpoint's files, split among ranks; raise `UserError` on all ranks if one is missing or damaged."""
     communicator.on_every_rank(lambda: verify(path, communicator.rank, communicator.world_size))
+
+
+def find_damage(path: Path, communicator: Communicator, alternative: str) -> str | None:
+    """Verify a checkpoint as `verify_together` does; return the problem, or None if the checkpoint is intact.
+
+    A warning reports the problem, and that the caller tries the `alternative`.
+    """
+    try:
+        verify_together(path, communicator)
+        return None
+    except UserError as error:
+        problem = problem_of(error)
+    if communicator.rank == 0:
+        log.warning("checkpoint %s is damaged; trying %s. The problem: %s", path.name, alternative, problem)
+    return problem
 
 
 def _partial(target: Path) -> Path:

@@ -45,12 +45,15 @@ class RemoteRun:
         """Return whether the URL refers to `folder` on this machine."""
         return isinstance(self._fs, LocalFileSystem) and Path(self._root).resolve() == folder.resolve()
 
-    def names(self) -> list[str]:
-        """Return the names of the remote checkpoints, oldest first, after testing that the store is writable."""
+    def check_writable(self) -> None:
+        """Write and delete a hidden file; this raises an exception of the backend if the store is not writable."""
         probe = f"{self._root}/.writable"
         self._make_parents([probe])
         self._fs.pipe_file(probe, b"")
         self._fs.rm_file(probe)
+
+    def names(self) -> list[str]:
+        """Return the names of the remote checkpoints, oldest first."""
         names = []
         for path in self._fs.find(self._checkpoints):  # not glob: a run's name may contain special characters
             folder, _, file = path.rpartition("/")

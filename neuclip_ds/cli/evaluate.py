@@ -232,7 +232,9 @@ def _open_tasks(options: Options, config: Config | None, folder: Path, communica
     from neuclip_ds.recipe import validate
 
     task_list = load_tasks()
-    sources, sets = communicator.on_rank_zero(lambda: _partition(options.data, options.names))
+    sources, sets = communicator.value_from_rank_zero(
+        tuple[list[tuple[str, str]], list[str]], lambda: _partition(options.data, options.names)
+    )
     if options.tasks and not sets:
         raise UserError(
             "--tasks has no effect, because --data contains only pairs, which are always scored: omit --tasks, or add "

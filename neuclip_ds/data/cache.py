@@ -31,7 +31,7 @@ from filelock import FileLock, Timeout
 from neuclip_ds.data.fetch import AttemptFailed, FetchError, Retries, attempt
 from neuclip_ds.data.node_tables import NodeTables, files_in, name_of, remove_oldest
 from neuclip_ds.data.partial_shard import ARRIVED, DATA, PartialShard, has_arrived
-from neuclip_ds.distributed.stop_signals import deferring
+from neuclip_ds.distributed.stop_signals import raising_at_once
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import FIX_OF_CACHE, checksum_of, explain_disk
 from neuclip_ds.limits import fix_of_limit
@@ -148,7 +148,7 @@ class ShardCache:
                     next_check += _POLL_OWNER
                     with suppress(Timeout), FileLock(self._folder / "locks" / name, blocking=False):
                         return None  # the process that fetched the shard has ended
-                with deferring(False):
+                with raising_at_once():
                     time.sleep(_POLL_PIECES)
             return FileIO(folder / DATA)
         return None
@@ -308,7 +308,7 @@ def _wait(seconds: float) -> None:
     """Wait for a number of seconds, in which a stop signal ends the run."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        with deferring(False):  # a signal must end the run now, because the next step may be an hour away
+        with raising_at_once():  # the next step may be an hour away
             time.sleep(_POLL)
 
 

@@ -28,7 +28,7 @@ from torch import multiprocessing
 from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.children import end_with_parent
 from neuclip_ds.data.decoders import CaptionSources
-from neuclip_ds.distributed.stop_signals import deferring
+from neuclip_ds.distributed.stop_signals import raise_received_signal
 from neuclip_ds.errors import UserError, cause_of, counted, explained
 from neuclip_ds.limits import fix_of_limit, fix_of_shared_memory, low_limit
 
@@ -229,8 +229,7 @@ class _Worker:
                 return self._results.get(timeout=poll)
             if cache is not None and cache.waits_for_storage():  # for at most `data.max_outage` seconds
                 waiting_since = time.monotonic()
-                with deferring(False):  # a signal ends the run now: the next step may be an hour away
-                    pass
+                raise_received_signal()  # the next step may be an hour away
             if time.monotonic() - waiting_since < timeout:
                 continue
             bytes_before = arrived_bytes

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -28,6 +29,7 @@ from neuclip_ds.distributed.traffic import PURPOSE, Traffic, TrafficCounter, rin
 from neuclip_ds.errors import UserError
 
 T = TypeVar("T")
+J = TypeVar("J", bound=bool | int | float | str | list[Any] | dict[str, Any] | None)  # types that JSON preserves
 ProcessGroup = dist.ProcessGroup
 
 _MAX_PAGEABLE = 64 << 10  # maximum bytes that CUDA copies asynchronously from pageable memory
@@ -71,6 +73,8 @@ class Communicator:
         group: process group of the ranks; by default, torch's default group.
         host_group: process group of the same ranks for objects and tensors in host memory; by default, `group`.
         store: store that the same ranks share; `count` requires it if there are several ranks.
+        world_size: number of ranks, of which this is rank 0, in place of the group's: 1 for a communicator that sends
+            nothing, and more to plan for that many ranks without calling them.
 
     Attributes:
         rank: rank of this process, 0 <= rank < world_size.
@@ -86,6 +90,7 @@ class Communicator:
         group: ProcessGroup | None = None,
         host_group: ProcessGroup | None = None,
         store: dist.Store | None = None,
+        world_size: int | None = None,
     ) -> None:
         self.device = torch.device(device)
         self._group = group
@@ -98,6 +103,9 @@ class Communicator:
             self.world_size = dist.get_world_size(self._host_group)
             if "cpu:" not in dist.get_backend_config(self._host_group):
                 self._host = self.device
+        if world_size is not None:
+            self.rank = 0
+            self.world_size = world_size
         self._store = store
         self.collectives_started = 0
         self._counter = TrafficCounter()
@@ -114,12 +122,7 @@ class Communicator:
 
     def single_rank(self) -> "Communicator":
         """Return a communicator for this rank alone; its calls send nothing."""
-        single = object.__new__(type(self))
-        single.__dict__.update(self.__dict__)
-        single.rank = 0
-        single.world_size = 1
-        single._counter = TrafficCounter()
-        return single
+        return Communicator(self.device, self._group, self._host_group, self._store, world_size=1)
 
     @property
     def traffic(self) -> defaultdict[str, Traffic]:
@@ -238,8 +241,10 @@ class Communicator:
             messages = gather_messages(message, self._host_group)
         return [decode(received, rank) for rank, received in enumerate(messages)]
 
-    def on_rank_zero(self, work: Callable[[], T]) -> T:
+    def on_rank_zero(self, work: Callable[[], J]) -> J:
         """Run `work` on rank 0 and return its JSON-serializable result on all ranks.
+
+        In a list or a dict, JSON replaces tuples by lists and keys by strings; `value_from_rank_zero` keeps all types.
 
         A `UserError` on rank 0 is raised on every rank, so that no rank waits for a failed one. Ranks that have not
         imported the error's class raise an error of one of its base classes.
@@ -259,7 +264,23 @@ class Communicator:
         outcome = decode(message, rank=0)
         if "error" in outcome:
             raise error_from_object(outcome["error"])
-        return cast(T, outcome["result"])
+        return cast(J, outcome["result"])
+
+    def value_from_rank_zero(self, kind: Any, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0 and return its result, of the type `kind`, on all ranks.
+
+        Args:
+            kind: any type that pydantic converts to JSON and back, such as a dataclass, a NamedTuple or `Best | None`.
+                In values of the type `Any`, infinity and NaN arrive as None.
+            work: function that rank 0 calls.
+
+        Raises:
+            UserError: `work` raised it on rank 0, as in `on_rank_zero`.
+            ValidationError: pydantic's error if the result is not of the type `kind`.
+        """
+        adapter = TypeAdapter(kind)
+        sent = self.on_rank_zero(lambda: adapter.dump_python(work(), mode="json"))
+        return cast(T, adapter.validate_python(sent))
 
     def raise_if_any_rank_failed(self, problem: str | None) -> None:
         """Raise `UserError` on all ranks if any rank has a `problem` (None: no problem); all ranks call this together.

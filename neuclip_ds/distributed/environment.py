@@ -16,17 +16,25 @@ import psutil
 
 from neuclip_ds.errors import UserError
 
-# Variables for rank, local rank and world size.
-_TORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # of DeepSpeed's and torch's launchers
+
+class _Variables(NamedTuple):
+    """Names of a launcher's variables."""
+
+    rank: str
+    local_rank: str
+    world_size: str
+
+
+_TORCH = _Variables("RANK", "LOCAL_RANK", "WORLD_SIZE")  # of DeepSpeed's and torch's launchers
 # SLURM_NTASKS does not identify an srun step, because it is also set in a batch script, which is a single process.
-_SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
+_SLURM = _Variables("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
 _MPI = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),  # Open MPI
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_SIZE"),  # MVAPICH
-    ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),  # MPICH and Intel MPI
-    ("PMI_RANK", "PMI_LOCAL_RANK", "PMI_SIZE"),  # HPE Cray
+    _Variables("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),  # Open MPI
+    _Variables("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_SIZE"),  # MVAPICH
+    _Variables("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),  # MPICH and Intel MPI
+    _Variables("PMI_RANK", "PMI_LOCAL_RANK", "PMI_SIZE"),  # HPE Cray
 )
-_BARE_PMI = ("PMI_RANK", "LOCAL_RANK", "PMI_SIZE")  # older process managers do not set a local rank
+_BARE_PMI = _Variables("PMI_RANK", "LOCAL_RANK", "PMI_SIZE")  # older process managers do not set a local rank
 # rank variables of launchers for which this module knows no variable for the number of ranks
 _OTHER_RANKS = ("PMI_RANK", "PMIX_RANK", "MPI_LOCALRANKID", "ALPS_APP_PE", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK")
 
@@ -251,7 +259,7 @@ def _is_orphan(rank: psutil.Process) -> bool:
     return is_first and not re.search("deepspeed|torchrun|torch.distributed|mpi|slurm", " ".join(parent.cmdline()))
 
 
-def _variables_of_launcher(env: Mapping[str, str]) -> tuple[str, str, str] | None:
+def _variables_of_launcher(env: Mapping[str, str]) -> _Variables | None:
     """Return the launcher's variables for rank, local rank and world size, or None without a launcher."""
     if "RANK" in env and "WORLD_SIZE" in env:
         return _TORCH
@@ -259,7 +267,10 @@ def _variables_of_launcher(env: Mapping[str, str]) -> tuple[str, str, str] | Non
     if mpi is None and "PMI_RANK" in env and "PMI_SIZE" in env:
         mpi = _BARE_PMI
     if all(name in env for name in _SLURM):
+        if mpi is None or mpi == _BARE_PMI:
+            return _SLURM
         # mpirun may start its ranks through srun, whose variables then describe mpirun's own processes
-        is_step_of_mpi = mpi is not None and (env[mpi[0]], env[mpi[2]]) != (env[_SLURM[0]], env[_SLURM[2]])
-        return mpi if is_step_of_mpi and mpi != _BARE_PMI else _SLURM
+        has_same_rank = env[mpi.rank] == env[_SLURM.rank]
+        has_same_world_size = env[mpi.world_size] == env[_SLURM.world_size]
+        return _SLURM if has_same_rank and has_same_world_size else mpi
     return mpi

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -97,12 +97,24 @@ def ignore_stop_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-@contextmanager
-def deferring(deferred: bool = True) -> Iterator[None]:
-    """Record stop signals for `take_signal` during the block; in a nested `deferring(False)`, they raise `Interrupted`.
+def deferring() -> AbstractContextManager[None]:
+    """Record stop signals for `take_signal` during the block, except in a nested `raising_at_once`.
 
     A recorded signal that `take_signal` has not returned raises `Interrupted` when the deferral ends.
     """
+    return _with_deferral(True)
+
+
+def raising_at_once() -> AbstractContextManager[None]:
+    """Raise `Interrupted` for a recorded stop signal before the block, and for one that arrives during the block.
+
+    The block is nested in `deferring`, for example because it waits for storage.
+    """
+    return _with_deferral(False)
+
+
+@contextmanager
+def _with_deferral(deferred: bool) -> Iterator[None]:
     signals = _installed or _StopSignals()
     deferred_before = signals.deferred
     signals.deferred = deferred
@@ -112,6 +124,12 @@ def deferring(deferred: bool = True) -> Iterator[None]:
     finally:
         signals.deferred = deferred_before
     signals.raise_received()
+
+
+def raise_received_signal() -> None:
+    """Raise `Interrupted` if a stop signal has been recorded, even within `deferring`."""
+    with raising_at_once():
+        pass
 
 
 def take_signal() -> signal.Signals | None:

@@ -1,9 +1,9 @@
 """Encode the images and captions of a dataset, with a dual encoder or a single encoder from timm or transformers."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,7 @@ EncodeOne = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class TrunkRecords:
-    """Records that identify the `image` and `text` trunks; a run compares them with records of its own trunks.
-
-    `asdict` makes them JSON-compatible.
-    """
+    """Records that identify the `image` and `text` trunks; a run compares them with records of its own trunks."""
 
     weights: Mapping[str, str] = field(default_factory=dict)  # results of `weights_hash`
     outputs: Mapping[str, Sequence[float]] = field(default_factory=dict)  # of `trunk_output`; empty for joint features
@@ -110,15 +107,15 @@ def record_trunks(
     All ranks must call this function; rank 0 computes the records for all, with `outputs` only if `output` is `trunk`.
     """
 
-    def record() -> dict[str, Any]:
+    def record() -> TrunkRecords:
         outputs: dict[str, list[float]] = {}
         if output == "trunk":
             outputs["image"] = trunk_output(model.vision, image_sample(image_size))
             outputs["text"] = trunk_output(model.text, text_sample(tokenizer))
         weights = {"image": weights_hash(model.vision.trunk), "text": weights_hash(model.text.trunk)}
-        return asdict(TrunkRecords(weights=weights, outputs=outputs))
+        return TrunkRecords(weights=weights, outputs=outputs)
 
-    return TrunkRecords(**communicator.on_rank_zero(record))
+    return communicator.value_from_rank_zero(TrunkRecords, record)
 
 
 def image_encoders(
@@ -128,15 +125,14 @@ def image_encoders(
 
     Raises UserError as in `locate_image_encoder` and `open_image_encoder`.
     """
-    fields = communicator.on_rank_zero(lambda: asdict(locate_image_encoder(name, image_size)))
-    ref = ImageEncoderRef(**fields)
+    ref = communicator.value_from_rank_zero(ImageEncoderRef, lambda: locate_image_encoder(name, image_size))
     tower = open_image_encoder(ref)
 
-    def record() -> dict[str, Any]:
+    def record() -> TrunkRecords:
         output = trunk_output(tower, image_sample(ref.image_size))
-        return asdict(TrunkRecords(weights={"image": weights_hash(tower.trunk)}, outputs={"image": output}))
+        return TrunkRecords(weights={"image": weights_hash(tower.trunk)}, outputs={"image": output})
 
-    trunks = TrunkRecords(**communicator.on_rank_zero(record))
+    trunks = communicator.value_from_rank_zero(TrunkRecords, record)
     tower = tower.to(communicator.device, dtype)
     return FeatureEncoders(
         name=f"timm:{name}",
@@ -159,14 +155,14 @@ def text_encoders(
     `pooling` and `context_length` are as in `open_text_encoder`. Raises UserError as in `locate_text_encoder` and
     `open_text_encoder`.
     """
-    folder = Path(communicator.on_rank_zero(lambda: str(locate_text_encoder(name))))
+    folder = communicator.value_from_rank_zero(Path, lambda: locate_text_encoder(name))
     encoder = open_text_encoder(folder, pooling, context_length)
 
-    def record() -> dict[str, Any]:
+    def record() -> TrunkRecords:
         output = trunk_output(encoder.tower, text_sample(encoder.tokenizer))
-        return asdict(TrunkRecords(weights={"text": weights_hash(encoder.tower.trunk)}, outputs={"text": output}))
+        return TrunkRecords(weights={"text": weights_hash(encoder.tower.trunk)}, outputs={"text": output})
 
-    trunks = TrunkRecords(**communicator.on_rank_zero(record))
+    trunks = communicator.value_from_rank_zero(TrunkRecords, record)
     tower = encoder.tower.to(communicator.device, dtype)
     return FeatureEncoders(
         name=f"hf:{name}",

@@ -183,7 +183,7 @@ class Engine:
             value: 0-dim loss made from the features that `encode` returned. DeepSpeed averages gradients over ranks, so
                 the loss's gradient with respect to the features must be multiplied by the number of ranks.
         """
-        value = value * (1 + 0 * value.detach())  # the optimizer rejects NaN gradients on all ranks
+        value = nan_unless_finite(value, value.detach())
         second_pass = self._second_pass
         self._second_pass = None
         if second_pass is None:
@@ -381,6 +381,14 @@ class Engine:
         """Remove DeepSpeed's hooks, which would keep the model and the optimizer in memory; no step may follow."""
         self._deepspeed.destroy()
         zero.release_globals()
+
+
+def nan_unless_finite(value: Tensor, checked: Tensor) -> Tensor:
+    """Return `value`, or NaN if `checked` is not finite, without a copy to the host.
+
+    The gradients are then NaN as well, and the optimizer rejects them on all ranks.
+    """
+    return value * (1 + 0 * checked)
 
 
 def _gradient_of(features: Tensor) -> Tensor:

@@ -178,12 +178,7 @@ class TaskList(BaseModel):
         own_names: Mapping[Path, str] | None = None,
     ) -> list[tuple[Task, Path]]:
         """Call `on_disk` on rank 0 and return its result on all ranks."""
-
-        def find() -> list[Any]:
-            on_disk = self.on_disk(paths, names, own_names)
-            return [[task.model_dump(mode="json"), str(path)] for task, path in on_disk]
-
-        return [(Task.model_validate(task), Path(path)) for task, path in communicator.on_rank_zero(find)]
+        return communicator.value_from_rank_zero(list[tuple[Task, Path]], lambda: self.on_disk(paths, names, own_names))
 
     def in_average(self, average: str) -> list[Task]:
         """Return the tasks whose scores are part of an average."""

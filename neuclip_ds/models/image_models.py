@@ -216,7 +216,7 @@ def names_by_image_size(name: str) -> dict[int, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageWeights:
-    """Location of an image tower's weights, and its preprocessing; can be sent to other ranks (with `asdict`)."""
+    """Location of an image tower's weights, and its preprocessing; can be sent to other ranks."""
 
     path: str  # the weights file; empty if only the preprocessing is needed
     mean: Channels  # per channel, of the pixels that the weights were trained on

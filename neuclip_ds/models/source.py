@@ -8,9 +8,8 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -162,25 +161,8 @@ def locate_model(config: ModelConfig, weights: bool = True) -> ModelRef:
 
 def locate_on_rank_zero(config: ModelConfig, communicator: Communicator) -> ModelRef:
     """Call `locate_model`, which may download weights, on rank 0 and return its result on all ranks."""
-    if config.pretrained:
-        return CheckpointRef(*communicator.on_rank_zero(lambda: cast(Any, locate_model(config))))
-
-    def fields() -> dict[str, Any]:
-        towers = cast(TowerRefs, locate_model(config))
-        return {"image": None if towers.image is None else asdict(towers.image), "text": towers.text}
-
-    located = communicator.on_rank_zero(fields)
-    image = None
-    if located["image"] is not None:
-        image = _image_weights(located["image"]["path"], located["image"])
-    return TowerRefs(image, located["text"])
-
-
-def _image_weights(path: str, preprocessing: Mapping[str, Any]) -> ImageWeights:
-    """Return image weights from their path and from the preprocessing of their images, which was read from JSON."""
-    mean = tuple(preprocessing["mean"])
-    std = tuple(preprocessing["std"])
-    return ImageWeights(path=path, mean=mean, std=std, squash=preprocessing["squash"])
+    kind = CheckpointRef if config.pretrained else TowerRefs
+    return communicator.value_from_rank_zero(kind, lambda: locate_model(config))
 
 
 def model_source(config: ModelConfig, ref: ModelRef) -> ModelSource:
@@ -289,7 +271,9 @@ def open_resized(
         saved_config = config.model_copy(update={"pretrained": str(folder)})
         return model_source(config, locate_model(saved_config, weights=False)), logits
     preprocessing = start["preprocessing"]
-    statistics = _image_weights("", preprocessing)
+    mean = tuple(preprocessing["mean"])
+    std = tuple(preprocessing["std"])
+    statistics = ImageWeights(path="", mean=mean, std=std, squash=preprocessing["squash"])
     text = _text_encoder(config, folder / TEXT_ENCODER) if config.text.pretrained else None
     if isinstance(tokenizer, Path) and not tokenizer.is_dir():
         tokenizer = config.text.tokenizer  # earlier versions did not copy it; None for a pretrained text encoder

@@ -428,8 +428,7 @@ class ObjectiveState(NamedTuple):
 
 def objective_state(query: MemoryQuery) -> ObjectiveState:
     """Return the size of the objective's state, measured on fake tensors."""
-    communicator = Communicator()  # one of `world_size` ranks, which sends nothing here
-    communicator.world_size = query.world_size
+    communicator = Communicator(world_size=query.world_size)  # building the objective sends nothing
     with FakeTensorMode():
         context = LossContext(dim=query.source.embed_dim, samples=max(1, query.samples), communicator=communicator)
         options = query.config.objective

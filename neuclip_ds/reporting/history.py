@@ -63,12 +63,20 @@ def log_changes(changes: Changes) -> None:
 
 @contextmanager
 def recorded_launch(
-    folder: Path, environment: Mapping[str, Any], changes: Changes, loop: CountsSteps
+    folder: Path, environment: Mapping[str, Any], changes: Changes, loop: CountsSteps, writes: bool = True
 ) -> Iterator[None]:
     """Record the start of a launch in FOLDER/history.jsonl and, unless the process is killed, its end.
 
-    `environment` contains the launch's `command` and `commit`.
+    Args:
+        folder: the run's folder.
+        environment: contains the launch's `command` and `commit`.
+        changes: options that differ from the previous launch.
+        loop: counts the steps that are done.
+        writes: whether this rank writes the file; true on one rank.
     """
+    if not writes:
+        yield
+        return
     launch = {"command": environment.get("command", ""), "commit": environment.get("commit", ""), "changes": changes}
     _append(folder, {"step": loop.done, "event": "start", "time": _now(), **launch})
     try:
@@ -80,18 +88,18 @@ def recorded_launch(
 def read_launches(folder: Path) -> list[Launch]:
     """Read a run's launches in order; damaged lines are skipped, and a run without history.jsonl has no launches."""
     path = folder / FILE
-    launches: list[Launch] = []
     if not path.is_file():
-        return launches
+        return []
+    launches: list[Launch | None] = []
     pending: dict[str, Any] | None = None  # the start of a launch whose end has not been read
     for _, record in records(path, "step"):
         is_start = record.get("event") == "start"
         if pending is not None:
-            launches += _launch(pending, None if is_start else record)
+            launches.append(_launch(pending, None if is_start else record))
         pending = record if is_start else None
     if pending is not None:
-        launches += _launch(pending, None)
-    return launches
+        launches.append(_launch(pending, None))
+    return [launch for launch in launches if launch is not None]
 
 
 def duration(launches: list[Launch]) -> timedelta:
@@ -100,22 +108,20 @@ def duration(launches: list[Launch]) -> timedelta:
     return timedelta(seconds=round(seconds))
 
 
-def _launch(start: Mapping[str, Any], end: Mapping[str, Any] | None) -> list[Launch]:
-    """Return the launch that these records describe, in a list that is empty if they are damaged."""
+def _launch(start: Mapping[str, Any], end: Mapping[str, Any] | None) -> Launch | None:
+    """Return the launch that these records describe, or None if they are damaged."""
     try:
-        return [
-            Launch(
-                start=_time(start),
-                end=None if end is None else _time(end),
-                first_step=start["step"],
-                last_step=None if end is None else end["step"],
-                command=str(start["command"]),
-                commit=str(start["commit"]),
-                changes={name: (old, new) for name, (old, new) in start["changes"].items()},
-            )
-        ]
+        return Launch(
+            start=_time(start),
+            end=None if end is None else _time(end),
+            first_step=start["step"],
+            last_step=None if end is None else end["step"],
+            command=str(start["command"]),
+            commit=str(start["commit"]),
+            changes={name: (old, new) for name, (old, new) in start["changes"].items()},
+        )
     except (KeyError, TypeError, ValueError, AttributeError):
-        return []
+        return None
 
 
 def _time(record: Mapping[str, Any]) -> datetime:

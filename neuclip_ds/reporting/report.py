@@ -37,7 +37,8 @@ _MAX_CURVES = 8  # curves per plot, each in a different color
 _MAX_POINTS = 1000  # points per curve; a longer curve is reduced to the extremes of neighboring points
 
 _NORMAL_QUANTILE = 1.959964  # 97.5% quantile of the normal distribution
-_COUNTED_SCORES = ("image_to_text_recall@", "text_to_image_recall@", "zero_shot_top")
+_SCORES_WITH_INTERVAL = ("image_to_text_recall@", "text_to_image_recall@", "zero_shot_top")  # prefixes of their names
+_SIZES = ("retrieval_pairs", "zero_shot_images", "normalizer_anchors", "normalizer_unseen")  # not plotted
 
 _FILES = Path(__file__).parent
 _PAGE = Template((_FILES / "page.html").read_text(encoding="utf-8"))
@@ -65,9 +66,6 @@ def known_plots() -> Sequence[Plot]:
     """Return the plots in plots.yaml."""
     fields = yaml.safe_load((_FILES / "plots.yaml").read_text(encoding="utf-8"))
     return [Plot(**plot) for plot in fields]
-
-
-_COUNT_METRICS = ("retrieval_pairs", "zero_shot_images", "normalizer_anchors", "normalizer_unseen")
 
 
 def write_report(run: Path) -> Path:
@@ -275,10 +273,11 @@ def _chance_of(score: str, series: Mapping[str, Series]) -> float | None:
 def _trials(score: str, series: Mapping[str, Series]) -> int:
     """Return the number of queries or images over which a score is averaged, or 0 if the number is unknown."""
     name = score.removeprefix(AVERAGED)
-    counted = "zero_shot_images" if name.startswith("zero_shot_top") else "retrieval_pairs"
-    if counted not in series or not name.startswith(_COUNTED_SCORES):
+    size = "zero_shot_images" if name.startswith("zero_shot_top") else "retrieval_pairs"
+    if size not in series or not name.startswith(_SCORES_WITH_INTERVAL):
         return 0
-    return int(series[counted][1][-1])
+    _, numbers = series[size]
+    return int(numbers[-1])
 
 
 def _blends(run: Path) -> Iterator[str]:
@@ -322,11 +321,11 @@ def _plots_of_runs(series_of_runs: Mapping[str, Mapping[str, Series]]) -> Iterat
 
 
 def _plotted_metrics(series: Mapping[str, Series]) -> list[str]:
-    """Return the metrics with at least two finite values, without counts and chance levels, in natural order."""
+    """Return the metrics with at least two finite values, without sizes and chance levels, in natural order."""
     names = []
     for name, (_, values) in series.items():
-        is_count_or_chance = name in _COUNT_METRICS or name.startswith(CHANCE)
-        if not is_count_or_chance and np.isfinite(values).sum() > 1:
+        is_size_or_chance = name in _SIZES or name.startswith(CHANCE)
+        if not is_size_or_chance and np.isfinite(values).sum() > 1:
             names.append(name)
     return sorted(names, key=_natural_order)
 

@@ -40,14 +40,14 @@ def check_config(config: Config, world_size: int) -> None:
             "ema.decay needs an optimizer with state, in which the average is stored, but sgd with momentum 0 has "
             "none: set optimizer.momentum, choose another optimizer, or set ema.decay=0."
         )
-    _check_stored_features(config)
+    _check_teachers(config.objective.distill)
+    _check_recovery(config)
+    _check_reference_model(config)
     check_frozen_trunks(config)
 
 
-def _check_stored_features(config: Config) -> None:
-    """Raise `UserError` if options of a reference model, teacher or prefixes have no effect or conflict with others."""
-    objective = config.objective
-    distill = objective.distill
+def _check_teachers(distill: DistillConfig) -> None:
+    """Raise `UserError` if options of teachers have no effect, because there is no teacher."""
     changed = [
         f"objective.distill.{name}"
         for name in DistillConfig.model_fields
@@ -60,6 +60,11 @@ def _check_stored_features(config: Config) -> None:
             f"{names} {verb} no effect without a teacher: set objective.distill.features to the folder of a teacher's "
             f"features, or omit {names}."
         )
+
+
+def _check_recovery(config: Config) -> None:
+    """Raise `UserError` if options of the loss conflict with the recovery of its statistics."""
+    objective = config.objective
     if objective.prefixes and config.recovery.epochs:
         raise UserError(
             "recovery.epochs cannot be combined with objective.prefixes, whose statistics are not recovered: omit one "
@@ -71,7 +76,12 @@ def _check_stored_features(config: Config) -> None:
             "counts steps of training only, would start at 1 and overwrite them: omit objective.epoch_steps, or set "
             "recovery.restore=[moments]."
         )
-    if objective.reference_model is None:
+
+
+def _check_reference_model(config: Config) -> None:
+    """Raise `UserError` if a reference model has no effect or conflicts with the loss of the recovery."""
+    distill = config.objective.distill
+    if config.objective.reference_model is None:
         return
     if distill.features is not None and distill.contrastive_weight == 0:
         raise UserError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from neuclip_ds.data.bad_samples import BadSampleLog
@@ -11,8 +10,6 @@ from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.stop_signals import deferring, take_signal
 from neuclip_ds.errors import UserError
-from neuclip_ds.files import explain_disk
-from neuclip_ds.reporting.metrics import MetricsLog
 from neuclip_ds.training.hooks import Hook
 
 _STOP_LIMIT = 300.0  # longest time in seconds to wait until all ranks have requested the same stop
@@ -54,42 +51,28 @@ class WriteRecords(Hook):
     signal, or a hook has requested a stop on any rank, all ranks stop after the same step, with a checkpoint.
     """
 
-    def __init__(self) -> None:
-        self._bad_sample_counts: Mapping[str, Any] = {"seen": 0, "causes": {}}  # from the checkpoint
+    def __init__(self, bad_samples: BadSampleLog) -> None:
+        """
+        Args:
+            bad_samples: the loop's log of bad samples.
+        """
+        self._bad_samples = bad_samples
+        # since the last record
+        self._waited = 0.0
+        self._interval_start = 0.0
+        self._communication_before = 0.0
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self._bad_sample_counts = state
+        self._bad_samples.restore(**state)
 
     def state(self, loop: Loop) -> dict[str, Any]:
         new = self._bad_samples.take_new()
         self._bad_samples.merge(loop.context.communicator.gather_objects(new))
         return {"seen": self._bad_samples.seen, "causes": dict(self._bad_samples.causes)}
 
-    def open(self, loop: Loop) -> None:
-        """Open the files, which only rank 0 writes, and drop the records of steps after the current step.
-
-        The loop calls this before hooks start, because they may write metrics and events. Raises `UserError` on all
-        ranks if a file cannot be opened.
-        """
-        communicator = loop.context.communicator
-        max_bad_fraction = loop.context.config.data.max_bad_fraction
-        writes = communicator.rank == 0
-
-        def open_files() -> MetricsLog | None:
-            with explain_disk(loop.folder):
-                loop.events.resume(loop.done)
-                self._bad_samples = BadSampleLog(loop.folder, max_bad_fraction, writes=writes)
-                return MetricsLog(loop.folder, loop.done or None) if writes else None
-
-        loop.metrics = communicator.on_every_rank(open_files)
-        if loop.metrics is not None:
-            loop.resources.enter_context(loop.metrics)
-            loop.resources.callback(setattr, loop, "metrics", None)
-        self._bad_samples.restore(**self._bad_sample_counts)
-        self._begin_interval(loop)
-
     def start(self, loop: Loop) -> None:
         loop.resources.enter_context(deferring())  # from now on, signals wait for the exchange
+        self._begin_interval(loop)
 
     def on_batch(self, loop: Loop, batch: RankBatch) -> None:
         self._bad_samples.record(batch)

@@ -38,7 +38,7 @@ RECOVERY = "recovery"  # subfolder of the recovery of statistics, with its own c
 
 
 @contextmanager
-def staging_folder(config: Config, folder: Path, communicator: Communicator) -> Iterator[Path]:
+def staging_folder(folder: Path, communicator: Communicator) -> Iterator[Path]:
     """Yield a staging folder that all ranks share, with earlier launches' manifests; delete the folder at the end.
 
     Raises `UserError` if the folder cannot be written, or if the nodes do not share it.

@@ -10,7 +10,7 @@ from torch.profiler import record_function
 from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.distributed.communicator import PHASE, HostCopy
 from neuclip_ds.engine.device_batches import DeviceBatch, DeviceBatches
-from neuclip_ds.engine.engine import Engine
+from neuclip_ds.engine.engine import Engine, nan_unless_finite
 from neuclip_ds.losses.base import Position
 from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
 from neuclip_ds.losses.stored_features import REFERENCE
@@ -62,7 +62,7 @@ def train_step(
     # backward: a gradient that is not finite on any rank makes the gradients of all ranks NaN
     assert loss.feature_gradient_norm is not None
     # docs: step
-    engine.backward(value * (1 + 0 * loss.feature_gradient_norm))
+    engine.backward(nan_unless_finite(value, loss.feature_gradient_norm))
     batches.prefetch()  # before the host waits for the norm of the gradient
 
     # update

@@ -14,6 +14,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +24,7 @@ from neuclip_ds.checkpoint.checkpoints import Checkpoints, Fingerprint
 from neuclip_ds.checkpoint.integrity import read_meta
 from neuclip_ds.checkpoint.saved_model import MODEL, initial_source
 from neuclip_ds.config import Config, dump
+from neuclip_ds.data.bad_samples import BadSampleLog
 from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.data.stored_towers import TEXT, tower_folders
 from neuclip_ds.data.training_data import TrainingData, open_training_data
@@ -56,7 +58,7 @@ from neuclip_ds.models.source import ModelSource
 from neuclip_ds.models.trained_parts import Parameters
 from neuclip_ds.models.weights_hash import weights_hash
 from neuclip_ds.reporting.events import EventLog
-from neuclip_ds.reporting.history import log_changes, recorded_launch
+from neuclip_ds.reporting.history import Changes, log_changes, recorded_launch
 from neuclip_ds.reporting.log import configure_logging
 from neuclip_ds.reporting.metrics import MetricsLog
 from neuclip_ds.training.checkpointing import SaveCheckpoints
@@ -93,7 +95,7 @@ from neuclip_ds.training.run_folder import (
 )
 from neuclip_ds.training.run_lock import locked
 from neuclip_ds.training.schedule import is_partial_batch, learning_rate, run_length
-from neuclip_ds.training.step import train_step
+from neuclip_ds.training.step import StepOutcome, train_step
 from neuclip_ds.training.stored_trunks import check_trunk_outputs, check_trunks
 
 log = logging.getLogger(__name__)
@@ -133,7 +135,7 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
         # docs: end
         configure_logging(communicator.rank)
         # new files go to a staging folder until all checks have passed
-        with staging_folder(config, folder, communicator) as staged:
+        with staging_folder(folder, communicator) as staged:
             for hook in hooks:
                 hook.before_run(config, communicator, folder)
             # docs: train
@@ -142,6 +144,13 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
             loop = run.loop
             completed_steps = communicator.on_rank_zero(lambda: read_complete(folder))
             is_complete = loop.done == loop.total and completed_steps == loop.total
+            changes: Changes = {}  # of the options, since the previous launch
+            if not is_complete:
+                changes = communicator.value_from_rank_zero(
+                    Changes, lambda: move_staged_files(staged, folder, loop.context.config)
+                )
+
+        with closed_at_end(loop.context.engine):
             if is_complete:
                 log.info(
                     "%s is complete after %d steps; to train further, raise max_steps (or epochs, if max_steps is not "
@@ -149,21 +158,16 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
                     folder,
                     loop.done,
                 )
+                has_ended = True
             else:
-                changes = communicator.on_rank_zero(lambda: move_staged_files(staged, folder, loop.context.config))
-
-        has_ended = is_complete
-        with ExitStack() as stack:
-            stack.enter_context(closed_at_end(loop.context.engine))
-            if not is_complete:
                 environment_of_launch = record_environment(folder, communicator)
                 configure_logging(communicator.rank, folder / "log.txt")
                 log_changes(changes)
-                if communicator.rank == 0:
-                    stack.enter_context(recorded_launch(folder, environment_of_launch, changes, loop))
-                # docs: train
-                has_ended = recover_and_train(run, hooks)
-                # docs: end
+                writes = communicator.rank == 0
+                with recorded_launch(folder, environment_of_launch, changes, loop, writes):
+                    # docs: train
+                    has_ended = recover_and_train(run, hooks)
+                    # docs: end
         if has_ended:
             leave()  # the other ranks do not wait while rank 0 writes the report and copies the run
             for hook in reversed(hooks):
@@ -324,14 +328,14 @@ def newest_checkpoint(config: Config, communicator: Communicator, folder: Path) 
     training = Checkpoints(folder / "checkpoints", communicator, 1)
     newest = training.newest()
     if newest is not None:
-        training.read(newest, fingerprint(config))
+        training.check(newest, fingerprint(config))
         return newest
     if not config.recovery.epochs or config.recovery.reuse is not None:
         return None
     recovery = Checkpoints(folder / RECOVERY / "checkpoints", communicator, 1)
     newest = recovery.newest()
     if newest is not None:
-        recovery.read(newest, {**fingerprint(config), "method": recovered_objective(config).method})
+        recovery.check(newest, {**fingerprint(config), "method": recovered_objective(config).method})
     return newest
 
 
@@ -378,21 +382,11 @@ def start_encoders(
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepResult:
+class StepResult(StepOutcome):
     """Result of a training step; equal on all ranks, except for the batch, the times and the throughput."""
 
     step: int
     """Number of steps done, including this one."""
-    loss: float
-    """Loss of the global batch."""
-    tau: float | None
-    """Temperature; the mean if samples have individual temperatures, and None if the loss has no temperature."""
-    grad_norm: float
-    """Norm of the encoders' gradient; not finite if the step was skipped."""
-    applied: bool
-    """False if the step was skipped and left all state unchanged."""
-    not_finite: Sequence[int]
-    """Indices of the samples with non-finite features, on any rank; empty if the step was applied."""
     is_partial_batch: bool
     """Whether the batch is the last of an epoch and under half full; its loss is not comparable to a full batch's."""
     batch: RankBatch
@@ -418,6 +412,21 @@ class StepResult:
             values = torch.stack([value.double() for value in self.metric_tensors.values()]).tolist()
             metrics.update(zip(self.metric_tensors, values, strict=True))
         return metrics
+
+
+class Throughput:
+    """The throughput of a loop's last 50 steps, without the first step, which may include compilation."""
+
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size = batch_size
+        self._end_times: deque[float] = deque(maxlen=_THROUGHPUT_STEPS + 1)  # of the steps, in seconds
+
+    def end_step(self) -> float:
+        """Record that a step ends now, and return the throughput in samples per second; NaN after the first step."""
+        self._end_times.append(time.monotonic())
+        samples = (len(self._end_times) - 1) * self._batch_size
+        seconds = self._end_times[-1] - self._end_times[0]
+        return samples / seconds if seconds else math.nan
 
 
 class Loop:
@@ -576,8 +585,8 @@ class Loop:
         with self.resources, closing(source):
             self._hooks = self._start_hooks(hooks, evaluator, average)
             self._batches.start(source)
-            # times at which steps ended; the duration of the first step, which may include compilation, is not measured
-            end_times: deque[float] = deque(maxlen=_THROUGHPUT_STEPS + 1)
+            throughput = Throughput(self._config.data.batch_size)
+            first_step = self.done
             # docs: loop
             while self.done < self.total and not self.stop_requested:
                 for hook in self._hooks.values():
@@ -587,12 +596,13 @@ class Loop:
                 # docs: end
                 # Long captions may exhaust a GPU's memory after shorter ones have fit, so captions of the full length
                 # are tried first. On CPUs, this trial would take as long as a step.
-                if not end_times and self._pack is not None and context.engine.device.type == "cuda":
+                is_first_step = self.done == first_step
+                if is_first_step and self._pack is not None and context.engine.device.type == "cuda":
                     context.engine.try_full_captions(batch)
                 for hook in self._hooks.values():
                     hook.on_batch(self, batch.host)
                 # docs: loop
-                result = self._train_step(batch, start_time, end_times)
+                result = self._train_step(batch, start_time, throughput)
                 self.done += 1
                 if average is not None and result.applied:
                     average.update(self.done)
@@ -613,7 +623,8 @@ class Loop:
         self, hooks: Sequence[Hook], evaluator: Evaluator | None, average: WeightAverage | None
     ) -> dict[str, Hook]:
         """Start the given hooks, then the standard hooks, and return all of them by name."""
-        records = WriteRecords()
+        bad_samples = self._open_records()  # before hooks start, because they may write metrics and events
+        records = WriteRecords(bad_samples)
         saver = SaveCheckpoints()
         # docs: hooks
         standard: list[Hook] = [PrefetchShards(), WatchHealth(), ShowProgress(), records, saver]
@@ -629,7 +640,6 @@ class Loop:
             state = self._hook_states.get(name)
             if state is not None:
                 hook.load_state(state)
-        records.open(self)  # the other hooks may write metrics when they start
         compiled_now = self.context.compilation
         if compiled_now != self._compiled_before:
             message = (
@@ -639,34 +649,59 @@ class Loop:
             self.events.add(self.done + 1, "compilation_changed", message, level=logging.INFO, shared=True)
         for hook in named_hooks.values():
             hook.start(self)
-            # when the loop ends, the stack calls this with the exception that ended the loop, if any
-            self.resources.push(lambda kind, error, traceback, hook=hook: hook.close(self, error))
+            self.resources.push(partial(self._close, hook))
         return named_hooks
 
-    def _train_step(self, batch: DeviceBatch, start_time: float, end_times: deque[float]) -> StepResult:
+    def _open_records(self) -> BadSampleLog:
+        """Open the loop's records, which only rank 0 writes, and drop the records of steps after the current step.
+
+        Sets `metrics` until the loop ends, and returns the log of bad samples. Raises `UserError` on all ranks if a
+        file cannot be opened.
+        """
+        communicator = self.context.communicator
+        max_bad_fraction = self.context.config.data.max_bad_fraction
+        writes = communicator.rank == 0
+
+        def open_files() -> tuple[BadSampleLog, MetricsLog | None]:
+            with explain_disk(self.folder):
+                self.events.resume(self.done)
+                bad_samples = BadSampleLog(self.folder, max_bad_fraction, writes=writes)
+                metrics = MetricsLog(self.folder, self.done or None) if writes else None
+                return bad_samples, metrics
+
+        bad_samples, metrics = communicator.on_every_rank(open_files)
+        if metrics is not None:
+            self.metrics = self.resources.enter_context(metrics)
+            self.resources.callback(self._forget_metrics)
+        return bad_samples
+
+    def _forget_metrics(self) -> None:
+        self.metrics = None
+
+    def _close(
+        self,
+        hook: Hook,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close a hook; the stack of resources calls this with the exception that ended the loop, if any."""
+        hook.close(self, error)
+
+    def _train_step(self, batch: DeviceBatch, start_time: float, throughput: Throughput) -> StepResult:
         """Run one step, and return its result for the hooks.
 
         Args:
             batch: this rank's part of the batch.
             start_time: when the step began to wait for the batch, in seconds of `time.perf_counter`.
-            end_times: when the last steps ended, in seconds of `time.monotonic`; the end of this step is appended.
+            throughput: the throughput of the last steps, to which this step is added.
         """
         position = self._position()
         outcome = train_step(self.context.engine, self.loss, self._batches, batch, position)
-
-        # the throughput of the last steps
-        end_times.append(time.monotonic())
-        samples = (len(end_times) - 1) * self._config.data.batch_size
-        sample_seconds = end_times[-1] - end_times[0]
-        samples_per_second = samples / sample_seconds if sample_seconds else math.nan
-
+        samples_per_second = throughput.end_step()
         return StepResult(
+            **vars(outcome),
             step=self.done + 1,
-            loss=outcome.loss,
-            tau=outcome.tau,
-            grad_norm=outcome.grad_norm,
-            applied=outcome.applied,
-            not_finite=outcome.not_finite,
             is_partial_batch=is_partial_batch(self.order, self.done),
             batch=batch.host,
             lr=position.lr,

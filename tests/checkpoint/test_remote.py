@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import fsspec
 import pytest
@@ -274,7 +275,7 @@ def loop_of(run: Path, store: Path, messages: list[str]) -> Any:
     return SimpleNamespace(
         folder=run,
         done=3,
-        checkpoints=SimpleNamespace(changes=1, in_use=None),
+        checkpoints=Mock(changes=1),
         events=SimpleNamespace(add=lambda step, kind, message: messages.append(f"{kind}: {message}")),
         context=SimpleNamespace(
             communicator=Communicator(), config=SimpleNamespace(run=config(run.parent, str(store)))
@@ -300,8 +301,9 @@ def test_training_continues_while_the_store_fails_or_stalls(
     hook = CopyRun(str(store))
     hook.start(loop)
     hook.after_step(loop, None)  # type: ignore[arg-type]
-    assert loop.checkpoints.in_use(run / "checkpoints" / STEPS[2]), "what is copied is not deleted"
-    assert not loop.checkpoints.in_use(run / "checkpoints" / STEPS[1])
+    (in_use,) = loop.checkpoints.protect.call_args.args
+    assert in_use(run / "checkpoints" / STEPS[2]), "what is copied is not deleted"
+    assert not in_use(run / "checkpoints" / STEPS[1])
     step_until(hook, loop, lambda: messages)
     assert messages[0].startswith(f"copy_failed: {STEPS[2]} and {STEPS[0]} could not") and "NotADirec" in messages[0]
 

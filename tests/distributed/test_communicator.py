@@ -1,17 +1,20 @@
 """Check collectives on real gloo ranks, their traffic counts, and errors that are raised on all ranks."""
 
+import math
 import pickle
 import socket
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from ranks import run_ranks
 
 from neuclip_ds.checkpoint.integrity import SaveFailed
@@ -182,6 +185,31 @@ def test_ranks_exchange_json_and_nothing_else() -> None:
         assert all_arrived
         assert of_rank_zero == ["of", {"rank": 0}]
         assert "Rank 1 sent bytes that are not JSON" in refused
+
+
+class Found(NamedTuple):
+    """A result of rank 0 with types that JSON does not have."""
+
+    path: Path
+    scores: Mapping[int, tuple[float, ...]]
+
+
+def find(communicator: Communicator) -> list[Any]:
+    """Receive values from rank 0, and a value that is not of the expected type."""
+    found = communicator.value_from_rank_zero(Found | None, lambda: Found(Path("a\udcff"), {3: (0.1, math.inf)}))
+    nothing = communicator.value_from_rank_zero(Found | None, lambda: None)
+    with pytest.raises(ValidationError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        communicator.value_from_rank_zero(int, lambda: "three")
+    with pytest.raises(UserError, match="no disk"):
+        communicator.value_from_rank_zero(Found, Mock(side_effect=UserError("no disk")))
+    return [found, nothing]
+
+
+def test_values_from_rank_zero_keep_their_types() -> None:
+    expected = [Found(Path("a\udcff"), {3: (0.1, math.inf)}), None]
+    assert find(Communicator()) == expected
+    assert run_ranks(2, find) == [expected, expected]
 
 
 @pytest.mark.parametrize("value", [{"a": [{1}]}, Path("a"), torch.zeros(1), b"", SaveFailed("x")])

@@ -23,7 +23,7 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 @dataclass(frozen=True, kw_only=True)
 class ImageEncoderRef:
-    """Location and preprocessing of an image encoder; can be sent to other ranks as JSON (with `asdict`)."""
+    """Location and preprocessing of an image encoder; can be sent to other ranks."""
 
     architecture: str  # of timm
     options: Mapping[str, Any]  # arguments of `timm.create_model`

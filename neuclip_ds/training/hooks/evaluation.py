@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from neuclip_ds.checkpoint.checkpoints import Best, step_folder
 from neuclip_ds.checkpoint.integrity import SaveFailed, is_complete
 from neuclip_ds.config import Config
-from neuclip_ds.distributed.stop_signals import deferring
+from neuclip_ds.distributed.stop_signals import raising_at_once
 from neuclip_ds.engine.average import WeightAverage
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.evaluator import Evaluator
@@ -43,6 +43,7 @@ class EvaluateModel(Hook):
         self._evaluator = evaluator
         self._saver = saver
         self._average = average
+        self._first_step = 0  # steps done when the loop started
 
     def start(self, loop: Loop) -> None:
         self._first_step = loop.done
@@ -81,7 +82,7 @@ class EvaluateModel(Hook):
         if not results or (name is not None and name not in results):
             if loop.done > loop.saved:
                 self._saver.save(loop)
-            with deferring(False):
+            with raising_at_once():
                 results = self._evaluate(loop)
             if loop.metrics is not None and results:
                 loop.metrics.write(loop.done, results)
@@ -144,12 +145,7 @@ class EvaluateModel(Hook):
     def _keep_if_best(self, loop: Loop, result: Best) -> None:
         """Save a checkpoint and record it as the best if `result` is the best so far."""
         best = self._best_so_far(loop, result.metric)
-        if best == result:
-            return
-        is_better = (
-            best is None or best.metric != result.metric or best.step == result.step or result.value > best.value
-        )
-        if not is_better:
+        if best is not None and not _replaces(result, best):
             return
         if loop.saved != result.step:
             self._saver.save(loop)
@@ -185,8 +181,18 @@ class EvaluateModel(Hook):
                     bests.append(Best(step, metric, record[metric]))
             return max(bests, key=lambda best: (best.value, best.step), default=None)
 
-        fields = loop.context.communicator.on_rank_zero(read)
-        return None if fields is None else Best(*fields)  # sent as JSON, so a `Best` arrives as a list
+        return loop.context.communicator.value_from_rank_zero(Best | None, read)
+
+
+def _replaces(result: Best, best: Best) -> bool:
+    """Return whether a result replaces the best one so far."""
+    if result == best:
+        return False
+    if result.metric != best.metric:
+        return True  # `run.best_metric` has changed
+    if result.step == best.step:
+        return True  # the step has been evaluated again
+    return result.value > best.value
 
 
 def evaluates_start(config: Config) -> bool:

@@ -162,14 +162,17 @@ class LoaderMonitor:
 class WatchHealth(Hook):
     """Checks every step, and reports spikes, skipped steps, divergence and slow data in the log and in events.jsonl."""
 
-    def start(self, loop: Loop) -> None:
+    def __init__(self) -> None:
         self._spike_detector = LossSpikeDetector()
         self._stall_detector = StallDetector()
         self._stalls = 0  # stalled steps since the start
         self._loader_monitor = LoaderMonitor()
         self._slow_windows = 0  # windows since the start in which the loader limited the speed
         self._samples_of_skipped: list[Sequence[int]] = []  # one entry per consecutive skipped step
-        self._step = loop.done  # the step being run, counted from 1, or the last completed step
+        self._step = 0  # the step being run, counted from 1, or the last completed step
+
+    def start(self, loop: Loop) -> None:
+        self._step = loop.done
 
     def on_batch(self, loop: Loop, batch: RankBatch) -> None:
         self._step = loop.done + 1

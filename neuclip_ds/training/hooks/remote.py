@@ -16,16 +16,16 @@ from neuclip_ds.checkpoint.checkpoints import (
     all_checkpoints,
     complete_checkpoints,
     find_best,
+    find_damage,
     remove,
     set_aside,
     step_folder,
-    verify_together,
 )
 from neuclip_ds.checkpoint.integrity import META, DamagedCheckpoint, is_complete, problem_of, read_meta, verify
 from neuclip_ds.checkpoint.remote import RemoteRun, start_push
 from neuclip_ds.config import Config, RunConfig
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.distributed.stop_signals import deferring
+from neuclip_ds.distributed.stop_signals import raising_at_once
 from neuclip_ds.errors import UserError, explained
 from neuclip_ds.files import sync_folders
 from neuclip_ds.training.hooks import Hook
@@ -55,7 +55,8 @@ class CopyRun(Hook):
         self._push: subprocess.Popen[str] | None = None  # on rank 0
         self._names: list[str] = []  # checkpoints in the current copy
         self._started_at = 0.0  # when the current copy was started, in seconds of `time.monotonic`
-        self._copied_changes = 0  # number of checkpoint changes when the last copy was started
+        # number of checkpoint changes when the last copy was started; None if the next copy does not need a change
+        self._copied_changes: int | None = None
 
     def before_run(self, config: Config, communicator: Communicator, folder: Path) -> None:
         folders = [folder]
@@ -64,10 +65,11 @@ class CopyRun(Hook):
         restore(config.run, communicator, *folders)
 
     def start(self, loop: Loop) -> None:
-        loop.checkpoints.in_use = lambda path: self._push is not None and path.name in self._names
-        self._copied_changes = loop.checkpoints.changes
-        if loop.done > 0:
-            self._copied_changes -= 1  # the last checkpoint may not have been copied yet
+        loop.checkpoints.protect(self._is_copying)
+        if loop.done == 0:
+            self._copied_changes = loop.checkpoints.changes
+        else:
+            self._copied_changes = None  # the last checkpoint may not have been copied yet
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
         if self._push is not None:
@@ -91,12 +93,16 @@ class CopyRun(Hook):
 
     def after_run(self, loop: Loop) -> None:
         if loop.context.communicator.rank == 0:  # the other ranks need not wait
-            self._copied_changes = -1  # copy once more, because files of the run have changed
+            self._copied_changes = None  # copy once more, because files of the run have changed
             self._finish(loop)
+
+    def _is_copying(self, checkpoint: Path) -> bool:
+        """Return whether the copy in progress, if any, contains a checkpoint."""
+        return self._push is not None and checkpoint.name in self._names
 
     def _finish(self, loop: Loop) -> None:
         """Wait for the copy in progress, and make another one if anything has changed since it was started."""
-        with deferring(False):
+        with raising_at_once():
             self._end_copy(loop, timeout=_MAX_FINAL_WAIT / 2)
             self._start_copy(loop)
             self._end_copy(loop, timeout=_MAX_FINAL_WAIT / 2)
@@ -167,7 +173,7 @@ def restore(run: RunConfig, communicator: Communicator, *folders: Path) -> None:
 def _restore_folder(url: str, communicator: Communicator, folder: Path) -> bool:
     """Restore one folder; return whether it contains a checkpoint now, local or fetched; raise as `restore` does."""
 
-    def list_both() -> tuple[list[str], list[str], list[str]]:
+    def list_both() -> list[list[str]]:
         local_names = [path.name for path in all_checkpoints(folder / "checkpoints")]
         with _explained(url):
             remote = RemoteRun(url)
@@ -176,7 +182,8 @@ def _restore_folder(url: str, communicator: Communicator, folder: Path) -> bool:
                     f"run.remote would put the copy into the run's own folder ({url}): choose another folder or a "
                     "store, or omit run.remote."
                 )
-            return local_names, remote.names(), remote.records()
+            remote.check_writable()
+            return [local_names, remote.names(), remote.records()]
 
     local_names, remote_names, records = communicator.on_rank_zero(list_both)
     if not remote_names and not records:
@@ -185,21 +192,15 @@ def _restore_folder(url: str, communicator: Communicator, folder: Path) -> bool:
     problem = f"the copy in {url} contains records but no complete checkpoint"
     for name in sorted({*local_names, *remote_names}, reverse=True):
         if name in local_names:
-            try:
-                verify_together(folder / "checkpoints" / name, communicator)
+            path = folder / "checkpoints" / name
+            local_problem = find_damage(path, communicator, alternative="its copy or an older checkpoint")
+            if local_problem is None:
                 return True
-            except UserError as error:
-                problem = problem_of(error)
-                if communicator.rank == 0:
-                    log.warning(
-                        "checkpoint %s is damaged; trying its copy or an older checkpoint. The problem: %s",
-                        name,
-                        problem,
-                    )
+            problem = local_problem
         if name in remote_names:
-            fetched = partial(_fetch, url, name, folder, is_newer=name > newest_local)
-            remote_problem = communicator.on_rank_zero(fetched)
-            if not remote_problem:
+            fetch = partial(_fetch, url, name, folder, is_newer=name > newest_local)
+            remote_problem = communicator.on_rank_zero(fetch)
+            if remote_problem is None:
                 return True
             problem = remote_problem
     raise UserError(
@@ -209,8 +210,8 @@ def _restore_folder(url: str, communicator: Communicator, folder: Path) -> bool:
     )
 
 
-def _fetch(url: str, name: str, folder: Path, is_newer: bool) -> str:
-    """Fetch a checkpoint, records and the best checkpoint; return the problem if the checkpoint is damaged, else "".
+def _fetch(url: str, name: str, folder: Path, is_newer: bool) -> str | None:
+    """Fetch a checkpoint, records and the best checkpoint; return the problem if the checkpoint is damaged.
 
     Called on one rank. `is_newer` says whether the checkpoint is of a later step than all local checkpoints.
     """
@@ -219,7 +220,7 @@ def _fetch(url: str, name: str, folder: Path, is_newer: bool) -> str:
         remote = RemoteRun(url)
         with _partial_folder(checkpoints, name) as downloaded:
             problem = _download(remote, name, downloaded)
-            if problem:
+            if problem is not None:
                 return problem
             # records before the checkpoint, so that the next launch fetches both again if this one is killed in between
             remote.pull_records(folder, replace=is_newer)
@@ -229,12 +230,13 @@ def _fetch(url: str, name: str, folder: Path, is_newer: bool) -> str:
 
         best = find_best(checkpoints)
         if best is None or step_folder(checkpoints, best.step).exists():
-            return ""
+            return None
         best_checkpoint = step_folder(checkpoints, best.step)
         with _partial_folder(checkpoints, best_checkpoint.name) as downloaded:
-            if not _download(remote, best_checkpoint.name, downloaded):
+            best_problem = _download(remote, best_checkpoint.name, downloaded)
+            if best_problem is None:
                 downloaded.rename(best_checkpoint)
-    return ""
+    return None
 
 
 @contextmanager
@@ -249,8 +251,8 @@ def _partial_folder(checkpoints: Path, name: str) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _download(remote: RemoteRun, name: str, folder: Path) -> str:
-    """Download a checkpoint; log a warning and return the problem if it is damaged, otherwise return ""."""
+def _download(remote: RemoteRun, name: str, folder: Path) -> str | None:
+    """Download a checkpoint; if it is damaged, log a warning and return the problem."""
     try:
         remote.pull(name, [META], folder)
         remote.pull(name, list(read_meta(folder)["files"]), folder)
@@ -260,7 +262,7 @@ def _download(remote: RemoteRun, name: str, folder: Path) -> str:
         problem = problem_of(error)
         log.warning("the copy of checkpoint %s in run.remote is damaged and is not used: %s", name, problem)
         return f"the copy of {name}: {problem}"
-    return ""
+    return None
 
 
 def _explained(url: str) -> AbstractContextManager[None]:

@@ -69,8 +69,11 @@ class CollectGarbage(Hook):
     a collection during training visits only younger objects.
     """
 
+    def __init__(self) -> None:
+        self._controls = False  # if false, the user controls the collections
+
     def start(self, loop: Loop) -> None:
-        self._controls = gc.isenabled()  # otherwise, the user controls the collections
+        self._controls = gc.isenabled()
         if not self._controls:
             return
         gc.collect()
@@ -91,7 +94,7 @@ class ShowProgress(Hook):
     a batch that was not partial (`StepResult.is_partial_batch`). The other ranks log only warnings.
     """
 
-    def start(self, loop: Loop) -> None:
+    def __init__(self) -> None:
         self._loss = math.nan
         self._next_line = -math.inf
         self._lines = 0
