@@ -202,8 +202,8 @@ class GlobalContrastiveLoss(LossFunction):
         # sums over this rank's anchors, which one all-reduce turns into means over the global batch
         local_tau = _of_local_anchors(tau, batch)
         local_scale = _of_local_anchors(scale, batch)
-        local_mean_logit = gradient.mean_logit / local_scale
-        grad_theta = gradient.mean_logit.sum()
+        local_mean_logit = gradient.weighted_logits / local_scale
+        grad_theta = gradient.weighted_logits.sum()
         local_tau_term = estimate.value
         if estimate.tau_term is not None:  # the normalizer's estimate depends on tau
             local_tau_term = estimate.tau_term

@@ -262,13 +262,13 @@ class NpnEstimator(NetworkEstimator):
         local_alpha = alpha[:, batch.local]
         log_share = prediction.alpha[:, batch.local] - local_alpha + math.log(kappa) + log_scale
         share = log_share.exp()  # v_i, at most 1
-        prototype_sums, mass, mean_logit = self._prototype_sums(prediction, batch)
+        prototype_sums, mass, logit_sum = self._prototype_sums(prediction, batch)
         away = prototype_sums - mass.unsqueeze(2) * batch.anchors().flip(0)  # an anchor's partner is in the other row
         gradient = batch.minus_mean((share / (batch.size * tau)).unsqueeze(2) * away, "normalizer")
         return NormalizerOutput(
             log_weight=log_scale - alpha,
             value=local_alpha,
-            tau_term=local_alpha - share * mean_logit,
+            tau_term=local_alpha - share * logit_sum,
             metrics=fit_metrics(prediction.alpha, log_target) | {"alpha": alpha.mean()},
             feature_grad=(gradient[IMAGE], gradient[TEXT]),
         )
@@ -421,9 +421,9 @@ class NpnEstimator(NetworkEstimator):
         self, prediction: _Prediction, batch: GatheredFeatures, residual: Tensor, tau: Tensor
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """Return r_i/B grad alpha_i for local features, and r_i tau dalpha_i/dtau; `residual` is the (2, local) r_i."""
-        prototype_sums, mass, mean_logit = self._prototype_sums(prediction, batch)
+        prototype_sums, mass, logit_sum = self._prototype_sums(prediction, batch)
         gradient = prediction_gradient(residual, prototype_sums, mass, batch, tau)
-        return gradient, -residual * mean_logit
+        return gradient, -residual * logit_sum
 
     def _prototype_sums(self, prediction: _Prediction, batch: GatheredFeatures) -> tuple[Tensor, Tensor, Tensor]:
         """Return sums over all prototypes for this rank's anchors.
