@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from neuclip_ds.distributed.communicator import PHASE
+from neuclip_ds.distributed.communicator import PHASE, Pending
 from neuclip_ds.errors import UserError
 from neuclip_ds.losses.base import LossContext, LossFunction, LossOutput, Position, Stateful
 from neuclip_ds.losses.distillation import Distillation, combined, distill
@@ -167,6 +167,10 @@ class GlobalContrastiveLoss(LossFunction):
 
     def gathers(self, position: Position) -> bool:
         return self._estimator.gathers(self._in_epoch(position))
+
+    def begin_reads(self, padded_index: Tensor) -> dict[str, Pending]:
+        reads = self._temperature.begin_reads(padded_index)  # first, because `__call__` needs the temperature first
+        return reads | self._estimator.begin_reads(padded_index)
 
     def __call__(self, batch: GatheredFeatures, position: Position, training: bool) -> LossOutput:
         student = batch
