@@ -196,6 +196,12 @@ class LossFunction(Stateful):
         return tables
 
 
+def sum_over_ranks(communicator: Communicator, terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the sums over ranks of 0-dim tensors, by name, with one all-reduce."""
+    sums = communicator.all_reduce(torch.stack(list(terms.values())), "scalars")
+    return dict(zip(terms, sums.unbind(), strict=True))
+
+
 def with_prefix(prefix: str, entries: Mapping[str, T]) -> dict[str, T]:
     """Return the entries with the prefix added to their names."""
     return {prefix + name: value for name, value in entries.items()}
