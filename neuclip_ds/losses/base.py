@@ -19,6 +19,9 @@ from neuclip_ds.state.partition import RowTable
 
 T = TypeVar("T")
 
+CLIP_TEMPERATURE = 0.07
+"""Tau at the start of CLIP's training from random weights."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
@@ -72,7 +75,7 @@ class LossContext:
     """Communicator between the ranks of the global batch."""
     dtype: torch.dtype = torch.float32
     """Dtype of similarities, losses and state."""
-    temperature: float | None = 0.07
+    temperature: float | None = CLIP_TEMPERATURE
     """Tau at step 0 if the options do not set it: the tau of the encoders' checkpoint (None if the checkpoint has no
     tau), or 0.07 for random weights."""
     bias: float | None = -10.0

@@ -26,6 +26,11 @@ BeginReads = Callable[[Tensor], Mapping[str, Pending]]
 """Function that starts reading the statistics of samples, given their (K b,) indices; see `Stateful.begin_reads`."""
 
 
+def all_valid(rows: int) -> Tensor:
+    """Return a mask in host memory that marks all rows of a batch as valid."""
+    return torch.ones(rows, dtype=torch.bool, device="cpu")
+
+
 class PendingBatch:
     """A batch whose indices, features and statistics are being sent between the ranks.
 
