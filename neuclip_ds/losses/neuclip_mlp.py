@@ -46,24 +46,21 @@ class MlpEstimator(NetworkEstimator):
         if not self._started:
             return batch_output(batch.gather(log_target, "normalizer"), log_target)
 
-        def fit() -> None:
+        if training:
             self._fit(features, positive, log_target, tau, batch.size)
 
-        def estimate() -> NormalizerOutput:
-            """Compute the same output as neuclip.py, except that each rank computes its anchors' gradients locally."""
-            log_ghat = self._log_ghat(features, positive)
-            predicted = log_eps_plus(log_ghat, self._eps)
+        # the same output as in neuclip.py, except that each rank computes its anchors' gradients locally
+        log_ghat = self._log_ghat(features, positive)
+        predicted = log_eps_plus(log_ghat, self._eps)
 
-            def full_gradient(residual: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-                residual = residual * (log_ghat - predicted).exp()  # dalpha_i = ghat_i/(eps + ghat_i) (df - ds_ii/tau)
-                image, text = partner_gradient(batch, residual, tau)
-                image_of_f, text_of_f = self._gradient_of_f(features, residual / batch.size)
-                return (image + image_of_f, text + text_of_f), residual * positive
+        def full_gradient(residual: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+            residual = residual * (log_ghat - predicted).exp()  # dalpha_i = ghat_i/(eps + ghat_i) (df - ds_ii/tau)
+            image, text = partner_gradient(batch, residual, tau)
+            image_of_f, text_of_f = self._gradient_of_f(features, residual / batch.size)
+            return (image + image_of_f, text + text_of_f), residual * positive
 
-            alpha, all_targets = batch.gather(torch.cat([predicted, log_target]), "normalizer").split(2)
-            return self._output(alpha, all_targets, batch, tau, full_gradient)
-
-        return self._fit_and_estimate(fit, estimate, training)
+        alpha, all_targets = batch.gather(torch.cat([predicted, log_target]), "normalizer").split(2)
+        return self._output(alpha, all_targets, batch, tau, full_gradient)
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
         if not self._started:
