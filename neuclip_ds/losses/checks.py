@@ -1,7 +1,7 @@
 """Check the arguments of a loss on all ranks at once, so that no rank waits for a rank that has failed."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -140,13 +140,16 @@ def raise_if_ranks_disagree(
             widths of stored features.
     """
     if communicator.world_size > 1:
-        dtypes = [*_DTYPES, dtype]
-        stored = hash(tuple(stored_widths))  # of integers, so that it is the same in all processes
-        call = torch.tensor(
-            [[rows, int(problem is not None), int(training), dtypes.index(dtype), stored]], device="cpu"
+        call = _Call(
+            rows=rows,
+            failed=problem is not None,
+            training=training,
+            dtype=_DTYPES.index(dtype) if dtype in _DTYPES else len(_DTYPES),
+            stored=hash(tuple(stored_widths)),
         )
-        calls = communicator.begin_host_gather(call, "control").wait()
-        rows = int(calls[:, 0].max())
+        table = communicator.begin_host_gather(torch.tensor([call], device="cpu"), "control").wait()
+        calls = [_Call(*row) for row in table.tolist()]
+        rows = max(call.rows for call in calls)
         if problem is None:
             problem = _disagreement(calls)
     if problem is not None:
@@ -154,23 +157,34 @@ def raise_if_ranks_disagree(
     return rows
 
 
-def _disagreement(calls: Tensor) -> str | None:
-    """Return a message about ranks that failed or differ, else None; `calls` contains one row per rank."""
-    failed = calls[:, 1].tolist()
-    training = calls[:, 2].tolist()
-    dtypes = calls[:, 3].tolist()
-    stored = calls[:, 4].tolist()
+class _Call(NamedTuple):
+    """What a rank tells the other ranks about its call; all fields are sent as integers."""
+
+    rows: int
+    failed: bool
+    """Whether the arguments cannot be used; the other fields are then ignored."""
+    training: bool
+    dtype: int
+    """Position of the features' dtype in `_DTYPES`."""
+    stored: int
+    """Hash of the stored features' widths; a hash of integers is the same in all processes."""
+
+
+def _disagreement(calls: Sequence[_Call]) -> str | None:
+    """Return a message about ranks that failed or differ, else None; `calls` are in rank order."""
+    failed = [call.failed for call in calls]
     if any(failed):
-        return f"rank {failed.index(1)} was given arguments that cannot be used; see the error of that rank."
+        return f"rank {failed.index(True)} was given arguments that cannot be used; see the error of that rank."
+    training = [call.training for call in calls]
     if len(set(training)) > 1:
         return (
-            f"rank {training.index(1)} trains while rank {training.index(0)} evaluates: use the same train(), eval() "
-            "and torch.no_grad() on all ranks."
+            f"rank {training.index(True)} trains while rank {training.index(False)} evaluates: use the same train(), "
+            "eval() and torch.no_grad() on all ranks."
         )
-    if len(set(dtypes)) > 1:
-        names = ", ".join(str(_DTYPES[number]) for number in dtypes)
+    if len({call.dtype for call in calls}) > 1:
+        names = ", ".join(str(_DTYPES[call.dtype]) for call in calls)
         return f"the features' dtypes differ between ranks: {names}. Use one dtype."
-    if len(set(stored)) > 1:
+    if len({call.stored for call in calls}) > 1:
         return (
             "the features of the reference or of the teachers differ in number or width between ranks: pass features "
             "of the same models on all ranks."
