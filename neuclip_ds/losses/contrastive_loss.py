@@ -96,8 +96,8 @@ class ContrastiveLoss(nn.Module):
         lr: current learning rate of the encoders. With `temperature.schedule=encoder`, the learning rates of the
             temperature and of SigLIP's bias follow it; with `npn.order=joint`, so does that of the prototypes. Set `lr`
             before each training call, or before `begin` if you use it: `loss_fn.lr = scheduler.get_last_lr()[0]`.
-        scaler: the training loop's `torch.amp.GradScaler`, if any. With a scaler, the loss reverts the state updates of
-            a call whose step the scaler skipped, and accepts features that are not finite.
+        scaler: the training loop's `torch.amp.GradScaler`, if any. If it is enabled, the loss reverts the state updates
+            of a call whose step the scaler skipped, and accepts features that are not finite.
         validates: whether calls check their arguments.
         function: the method's loss as a function of the gathered features, with its state.
         metric_tensors: 0-dim metrics of the last call, by name, on the features' device.
@@ -180,7 +180,7 @@ class ContrastiveLoss(nn.Module):
         super().__init__()
         self._config, self._builder = _config_and_builder(method, options)
         self._name = "The loss" if callable(method) else self._config.method  # in messages
-        self._require_valid(dim, samples, lr, steps_per_epoch, epochs, reduction)
+        self._require_valid(dim, samples, lr, steps_per_epoch, epochs, reduction, dtype)
         self._dim = dim
         self._samples = samples
         self._epochs = epochs
@@ -418,6 +418,7 @@ class ContrastiveLoss(nn.Module):
         The mean is that before the call's update. Before the first call, even after `load`, the initial value is
         returned instead. For a custom loss that has no temperature, the value has no meaning.
         """
+        self._undo_guard.undo_if_skipped(self.scaler)
         tau = trained_temperature(self.function.replicated_state())
         if tau is not None:
             return float(tau)
@@ -552,12 +553,17 @@ class ContrastiveLoss(nn.Module):
 
         The folder must be in a file system that all ranks share. An interrupted `save` leaves a folder that `load`
         refuses, even if the folder contained an earlier state: save to a new folder each time.
+
+        Raises `UserError` on all ranks if a rank cannot write to the folder.
         """
         self._undo_guard.undo_if_skipped(self.scaler)
         saved_state.write(Path(folder), self.function, self._metadata(), self._communicator)
 
     def load(self, folder: Path | str) -> None:
         """Read the state that `save` wrote, including `lr`; the number of ranks may differ. All ranks must call `load`.
+
+        If `steps_per_epoch` differs from that of the saved state, for example because the global batch has changed, the
+        count of training calls is scaled, so that training continues in the same epoch.
 
         Raises:
             UserError: the folder is incomplete or cannot be read, or was saved with a different `method`, `dim`,
@@ -608,7 +614,14 @@ class ContrastiveLoss(nn.Module):
         return self.training and torch.is_grad_enabled()
 
     def _require_valid(
-        self, dim: int, samples: int, lr: float, steps_per_epoch: int | None, epochs: float, reduction: str
+        self,
+        dim: int,
+        samples: int,
+        lr: float,
+        steps_per_epoch: int | None,
+        epochs: float,
+        reduction: str,
+        dtype: torch.dtype,
     ) -> None:
         """Raise `UserError` if an argument of the constructor is invalid, or if `steps_per_epoch` is missing."""
         if reduction not in ("ddp_mean", "sum"):
@@ -620,6 +633,8 @@ class ContrastiveLoss(nn.Module):
                 raise UserError(f"{name}={value} must be at least {lowest[name]}.")
         if not epochs > 0:
             raise UserError(f"epochs={epochs} must be above 0.")
+        if dtype not in (torch.float32, torch.float64):
+            raise UserError(f"dtype={dtype} is not supported: use torch.float32 or torch.float64.")
         if self._config.needs_epochs and steps_per_epoch is None:
             raise UserError(
                 f"{self._name} needs the length of the run and of its epochs: pass epochs and steps_per_epoch."
@@ -719,8 +734,9 @@ class ContrastiveLoss(nn.Module):
         else:  # the features' device and dtype are unknown, but the number of ranks may have changed
             self._move(self._communicator.device, self._dtype, keep=True)
         if problem is not None:  # this raises the error on all ranks
-            return raise_if_ranks_disagree(0, problem, training, self._dtype, self._communicator)
-        return raise_if_ranks_disagree(len(image), None, training, image.dtype, self._communicator, stored.widths())
+            return raise_if_ranks_disagree(0, problem, training, (self._dtype, self._dtype), self._communicator)
+        dtypes = image.dtype, text.dtype
+        return raise_if_ranks_disagree(len(image), None, training, dtypes, self._communicator, stored.forms())
 
     def _require_usable(self, pending: PendingBatch, image: Tensor, text: Tensor, training: bool) -> None:
         """Raise `RuntimeError` if a batch that `begin` started does not match the call of the loss."""
@@ -734,6 +750,12 @@ class ContrastiveLoss(nn.Module):
                 "The features are float64, but begin() has started a batch in float32: build the loss with "
                 "dtype=torch.float64."
             )
+        for name, features in (("image_features", image), ("text_features", text)):
+            if features.shape[1:] != (self._dim,):
+                raise RuntimeError(
+                    f"{name} has shape {tuple(features.shape)}, but the loss was built with dim={self._dim}: pass "
+                    f"features of shape (b, {self._dim})."
+                )
         if not len(image) == len(text) == pending.rows:
             raise RuntimeError(
                 f"The loss got {len(image)} images and {len(text)} texts, but begin() was called with {pending.rows} "
@@ -791,8 +813,10 @@ class ContrastiveLoss(nn.Module):
         """
         problem = problem_with_rows(index, valid, len(image), self._samples)
         if problem is None:
-            problem = problem_with_norms(image, text, valid, not_finite=self.scaler is not None)
-        if problem is None and index is None and training and self.function.needs_index:
+            skips_steps = self.scaler is not None and self.scaler.is_enabled()
+            problem = problem_with_norms(image, text, valid, not_finite=skips_steps)
+        needs_index = self.function.needs_index and (training or not self._spare_rows)
+        if problem is None and index is None and needs_index:
             problem = f"{self._name} needs the index of each sample: pass index."
         if problem is None:
             problem = self._problem_with_models(stored)
@@ -859,27 +883,50 @@ class ContrastiveLoss(nn.Module):
                 f"The loss was built as rank {before.rank} of {before.world_size}, but this is rank {ranks.rank} of "
                 f"{ranks.world_size}: call torch.distributed.init_process_group before you build the loss."
             )
-        function = self.function
+        old = self.function
         with torch.inference_mode(False), torch.no_grad():  # the state must stay trainable after an evaluation
             self._build(ranks, dtype)
-            if keeps_state:
-                saved_state.restore(self.function, saved_state.state_of(function))
+        new = self.function
+
+        def copy_state() -> None:
+            with torch.inference_mode(False), torch.no_grad():
+                saved_state.restore(new, saved_state.state_of(old))
+
+        if keeps_state:
+            copy_state()
+            self._undo_guard.follow(copy_state)
+        else:
+            self._undo_guard.forget()
 
     def _metadata(self) -> dict[str, Any]:
         """Return the metadata that is saved with the state."""
         return {
             "built_with": saved_state.settings_of(self._config, self._dim, self._samples),
             "calls": self._calls,
+            "steps_per_epoch": self._steps_per_epoch,
             "lr": float(self.lr),
             "dtype": str(self._dtype).removeprefix("torch."),
         }
 
     def _prepare_to_load(self, saved: dict[str, Any], where: str) -> None:
-        """Adopt a saved state's dtype, call count and `lr`; raise `UserError` if its loss had different settings."""
+        """Adopt a saved state's dtype, position and `lr`; raise `UserError` if its loss had different settings."""
         saved_state.require_equal(self._metadata()["built_with"], saved.get("built_with", {}), where)
         self._move(self._communicator.device, getattr(torch, saved["dtype"]), keep=False)
         self._calls = saved["calls"]
+        saved_length = saved.get("steps_per_epoch")  # None also in states of version 0.1
+        if saved_length and self._steps_per_epoch and saved_length != self._steps_per_epoch:
+            self._calls = round(self._calls / saved_length * self._steps_per_epoch)
+            log.info(
+                "%s was saved with steps_per_epoch=%d, but this loss has %d: training continues at call %d instead of "
+                "%d, in the same epoch",
+                where,
+                saved_length,
+                self._steps_per_epoch,
+                self._calls,
+                saved["calls"],
+            )
         self.lr = saved.get("lr", self.lr)  # states of version 0.1 have no lr
+        self.abandon()
         self._undo_guard.forget()
 
 

@@ -237,7 +237,7 @@ class GatheredFeatures:
             total: see the attribute; by default B.
         """
         self._communicator = communicator
-        self.comm_dtype = padded_image.dtype
+        self.comm_dtype = torch.promote_types(padded_image.dtype, padded_text.dtype)
         self.padded_index = padded_index
         self.statistics = statistics
         self._rows_per_rank = len(padded_index) // communicator.world_size
@@ -359,7 +359,8 @@ class GatheredFeatures:
         for padded_image, padded_text in padded:
             image = self.compact_all(padded_image).to(dtype)
             text = self.compact_all(padded_text).to(dtype)
-            features.append(GatheredStored(image=image, text=text, comm_dtype=padded_image.dtype))
+            comm_dtype = torch.promote_types(padded_image.dtype, padded_text.dtype)
+            features.append(GatheredStored(image=image, text=text, comm_dtype=comm_dtype))
         return features
 
     def compact_all(self, rows: Tensor) -> Tensor:

@@ -78,6 +78,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from neuclip_ds.errors import UserError
 from neuclip_ds.losses.arithmetic import log_eps_plus, log_pooled, lowest_exponent
 from neuclip_ds.losses.base import LossContext, Position
 from neuclip_ds.losses.gather import GatheredFeatures
@@ -105,6 +106,7 @@ from neuclip_ds.state.partition import Partition, RowTable
 _CPU_BLOCK = 2**20
 _GPU_BLOCK = 2**25
 _SHORTEST = 1e-12  # lower bound on |W_k| as a divisor
+_LOWEST_TAU = 0.003  # exponents lie between -2/tau and 0, and below -708, float64 has no normal exponentials
 _LOG_NOTHING = -1e4  # log of a sum without terms; finite, so that its product with zero is zero
 
 
@@ -121,6 +123,12 @@ def neuclip(config: ObjectiveConfig, context: LossContext) -> GlobalContrastiveL
     if config.npn.network == "mlp":
         estimator = MlpEstimator(config, context, rule.eps)
     else:
+        if config.temperature.minimum < _LOWEST_TAU:
+            raise UserError(
+                f"objective.temperature.minimum={config.temperature.minimum:g} is below {_LOWEST_TAU}, the lowest "
+                "temperature at which float64 can represent the sums over NeuCLIP's prototypes: raise it, or set "
+                "npn.network=mlp."
+            )
         estimator = NpnEstimator(config, context, rule.eps)
     return GlobalContrastiveLoss(
         config,

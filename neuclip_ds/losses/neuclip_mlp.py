@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from neuclip_ds.losses.amortization_mlp import AmortizationMlp
-from neuclip_ds.losses.arithmetic import log_eps_plus
+from neuclip_ds.losses.arithmetic import leaf_of, log_eps_plus
 from neuclip_ds.losses.base import LossContext, Position, adam_state, load_adam_state
 from neuclip_ds.losses.gather import GatheredFeatures
 from neuclip_ds.losses.global_contrastive import NormalizerOutput
@@ -85,10 +85,10 @@ class MlpEstimator(NetworkEstimator):
 
     def _gradient_of_f(self, features: Tensor, weight: Tensor) -> Tensor:
         """Return the (2, local, d) gradient of sum_i weight_i f(e_i) with respect to the features."""
-        with torch.enable_grad():
-            leaf = features.detach().requires_grad_()
+        with torch.inference_mode(False), torch.enable_grad():
+            leaf = leaf_of(features)
             total = self._mlp(self._weights.detach(), leaf)
-        return torch.autograd.grad(total, leaf, weight)[0]
+            return torch.autograd.grad(total, leaf, weight.clone())[0]
 
     def _fit(self, features: Tensor, positive: Tensor, log_target: Tensor, tau: Tensor, size: int) -> None:
         """Take T_u Adam steps on tau/B sum_i [exp(-alpha_i)(eps + g_i) + alpha_i], or on the separate objective."""

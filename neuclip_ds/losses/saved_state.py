@@ -1,14 +1,16 @@
 """Save and restore the state of a loss: as tensors of this rank, or in a folder that any number of ranks can read."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, explained
 from neuclip_ds.losses.base import LossFunction
 from neuclip_ds.losses.options import ObjectiveConfig
 from neuclip_ds.state.shards import INDEX, ShardFiles, replicated_shards, shard_files, table_shards
+from neuclip_ds.state.tensor_file import StateFile
 
 _REPLICATED = "objective"  # kind of the shards with the state that is equal on all ranks
 
@@ -30,24 +32,31 @@ def restore(function: LossFunction, state: Mapping[str, Any]) -> None:
 def write(folder: Path, function: LossFunction, metadata: Mapping[str, Any], communicator: Communicator) -> None:
     """Write the state of all ranks to a folder; the index, which `open_folder` requires, is written last.
 
-    All ranks call this together.
+    All ranks call this together. Raises `UserError` on all ranks if a rank cannot write its files.
     """
 
+    def explains() -> AbstractContextManager[None]:
+        problem = f"The state of the loss cannot be saved in {folder}"
+        return explained(problem, "pass a folder that all ranks can write to, on a disk with free space")
+
     def prepare_folder() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        # an old index next to new rows would describe a state that never existed
-        (folder / INDEX).unlink(missing_ok=True)
+        with explains():
+            folder.mkdir(parents=True, exist_ok=True)
+            # an old index next to new rows would describe a state that never existed
+            (folder / INDEX).unlink(missing_ok=True)
+
+    def write_files(files: Sequence[StateFile]) -> None:
+        with explains():
+            for file in files:
+                file.write(folder)
 
     communicator.on_rank_zero(prepare_folder)
     shards = table_shards(function.row_tables())
     if communicator.rank == 0:
         shards |= replicated_shards(_REPLICATED, function.replicated_state())
-    tensors, *index_files = shard_files(shards, metadata, communicator)
-    tensors.write(folder)
-    communicator.barrier()
-    for file in index_files:  # on rank 0
-        file.write(folder)
-    communicator.barrier()
+    tensors, *index_files = shard_files(shards, metadata, communicator)  # the index files are those of rank 0
+    communicator.on_every_rank(lambda: write_files([tensors]))
+    communicator.on_every_rank(lambda: write_files(index_files))
 
 
 def open_folder(folder: Path) -> ShardFiles:

@@ -37,8 +37,9 @@ class UndoGuard:
     def begin(self, function: LossFunction, scaler: GradScaler | None) -> None:
         """Copy the state of `function` before a training call; earlier calls can no longer be reverted."""
         self.forget()
-        if self._always or scaler is not None:
-            grad_scale = None if scaler is None else scaler.get_scale()
+        can_skip = scaler is not None and scaler.is_enabled()
+        if self._always or can_skip:
+            grad_scale = scaler.get_scale() if scaler is not None and can_skip else None
             self._begun = _Copy(function.restore_point(), grad_scale)
 
     def commit(self) -> None:
@@ -54,6 +55,18 @@ class UndoGuard:
         """Discard all copies."""
         self._begun = None
         self._committed = None
+
+    def follow(self, copy_state: Callable[[], None]) -> None:
+        """Let `undo` also call `copy_state`, which copies the reverted state of a function to its replacement."""
+        copied = self._committed
+        if copied is None:
+            return
+
+        def restore() -> None:
+            copied.restore()
+            copy_state()
+
+        self._committed = _Copy(restore, copied.grad_scale)
 
     def undo(self) -> None:
         """Revert the last training call; raise `RuntimeError` if there is no copy from before it."""
