@@ -843,6 +843,7 @@ class ContrastiveLoss(nn.Module):
             begin_reads=self.function.begin_reads if self.function.stores else None,
             sends_features=sends_features,
             training=training,
+            uses_stored=self.function.uses_stored,
         )
 
     def _gradient_of_rows(self, gradient: Tensor, rows: int) -> Tensor:

@@ -390,3 +390,14 @@ def test_features_of_another_width_are_refused() -> None:
     send(pending, image[:, :3], text[:, :3])
     with pytest.raises(RuntimeError, match="built with dim=6"):
         loss_fn(image[:, :3], text[:, :3], pending=pending)
+
+
+@pytest.mark.parametrize(
+    ("method", "name"), [("siglip", "reference"), ("tuneclip", "reference"), ("openclip", "techer")]
+)
+def test_stored_features_that_the_loss_cannot_use_cannot_be_added(method: str, name: str) -> None:
+    loss_fn = loss_of(method, dtype=torch.float64)
+    image, text, index = features(0)
+    pending = loss_fn.begin(index)
+    with pytest.raises(ValueError, match=f"cannot use stored features of '{name}'"):
+        pending.add_stored(name, image, text)
