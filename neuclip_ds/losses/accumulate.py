@@ -15,6 +15,7 @@ from torch.amp import GradScaler
 
 from neuclip_ds.errors import counted
 from neuclip_ds.losses.batch_norm import BatchNorm, batch_norms, kept_statistics
+from neuclip_ds.losses.gather import all_valid
 from neuclip_ds.losses.stored_features import StoredBatch, StoredRows, Teachers
 
 if TYPE_CHECKING:
@@ -180,8 +181,7 @@ class TwoPass(MicroBatches):
         """
         super().add(image_features, text_features)
         self._indices.append(index)
-        if valid is None:
-            valid = torch.ones(len(image_features), dtype=torch.bool, device="cpu")
+        valid = all_valid(len(image_features)) if valid is None else valid
         self._valid.append(valid.cpu())
         self._stored.append(StoredBatch.of(reference, teacher))
         self._ends.append(sum(len(image) for image, _ in self._features))

@@ -92,13 +92,13 @@ def previous_weight(epoch: int, config: AmortizedConfig) -> float:
 
 
 def fit_gradient(
-    log_lambda: Tensor, log_target: Tensor, log_total: Tensor, size: int, loss: str, is_released: bool = False
+    log_lambda: Tensor, log_target: Tensor, log_fitted: Tensor, size: int, loss: str, is_released: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return the derivative of the amortization loss (AmorLIP eq. 8-10) with respect to log lambda, in both directions.
 
     Args:
-        log_lambda, log_target, log_total: (2, rows) logarithms of lambda, Z and C, or of C's sum over negatives if the
-            nets amortize only that sum; `rows` may be 0.
+        log_lambda, log_target: (2, rows) logarithms of lambda and Z; `rows` may be 0.
+        log_fitted: (2, rows) logarithm of C, or of C's sum over negatives if the nets amortize only that sum.
         size: number of rows in the global batch, B.
         loss: value of `objective.amortized.loss`.
         is_released: whether to scale the losses as in the released code, which divides divergences by B^2 instead of B
@@ -112,7 +112,7 @@ def fit_gradient(
     slope = _DIVERGENCE_SLOPES.get(loss)
     if slope is None:
         return squared_error_slope, gap.new_zeros(())
-    log_ratio = log_total - log_lambda
+    log_ratio = log_fitted - log_lambda
     peak = pad(log_ratio.flatten(), (0, 1)).max()
     divisor = size**2 if is_released else size
     divergence_slope = _bounded_exp(log_ratio - peak) * slope(gap) / divisor
@@ -148,7 +148,7 @@ class _FitRows:
     """(2, rows, d): image and text features"""
     log_target: Tensor
     """(2, rows): log Z"""
-    log_total: Tensor
+    log_fitted: Tensor
     """(2, rows): log of C, or of its sum over negatives if the nets amortize only that sum"""
     size: int
     """Number of rows in the global batch, B"""
@@ -258,24 +258,24 @@ class AmortizedEstimator(NormalizerEstimator):
         fitted = total if self._amortizes_positives else log_g + positive
         return _Logarithms(positive=positive, own_pair=own_pair, total=total, fitted=fitted)
 
-    def _log_target(self, log_total: Tensor, features: Tensor, epoch: int) -> Tensor:
+    def _log_target(self, log_fitted: Tensor, features: Tensor, epoch: int) -> Tensor:
         """Return the (2, local) log Z that the nets are fitted to."""
         if self._previous is None:
-            return log_total
+            return log_fitted
         weight = previous_weight(epoch, self._config)
         if not weight:
-            return log_total
+            return log_fitted
         log_previous = self._mlp(self._previous, features)
-        return torch.logaddexp(log_total + math.log1p(-weight), log_previous + math.log(weight))
+        return torch.logaddexp(log_fitted + math.log1p(-weight), log_previous + math.log(weight))
 
-    def _learn(self, position: Position, batch: GatheredFeatures, features: Tensor, log_total: Tensor) -> Tensor:
+    def _learn(self, position: Position, batch: GatheredFeatures, features: Tensor, log_fitted: Tensor) -> Tensor:
         """Initialize the nets at the start of an epoch, update each net when it is due, and return (2, local) log Z."""
         starts_epoch = position.epoch != self._epoch
         if starts_epoch and self._epoch >= 0:
             self._previous = self._target.clone()
-        log_target = self._log_target(log_total, features, position.epoch)
+        log_target = self._log_target(log_fitted, features, position.epoch)
         if starts_epoch or self._is_fit_due:
-            rows = self._fit_rows(batch, features, log_target, log_total)
+            rows = self._fit_rows(batch, features, log_target, log_fitted)
             if starts_epoch:
                 self._draw(position.epoch, rows)
             self._fit(rows)
@@ -284,17 +284,19 @@ class AmortizedEstimator(NormalizerEstimator):
         self._steps += 1
         return log_target
 
-    def _fit_rows(self, batch: GatheredFeatures, features: Tensor, log_target: Tensor, log_total: Tensor) -> _FitRows:
+    def _fit_rows(self, batch: GatheredFeatures, features: Tensor, log_target: Tensor, log_fitted: Tensor) -> _FitRows:
         """Return the anchors to fit the nets to: all ranks' anchors if `fits_all_rows`, else this rank's anchors."""
         ranks = self._communicator
         rows = len(batch.padded_index)
         if ranks.world_size == 1 or not fits_all_rows(self._config, self._dim, rows, batch.comm_dtype):
-            return _FitRows(features=features, log_target=log_target, log_total=log_total, size=batch.size, ranks=ranks)
-        values = batch.gather(torch.cat([log_target, log_total]), "normalizer")
+            return _FitRows(
+                features=features, log_target=log_target, log_fitted=log_fitted, size=batch.size, ranks=ranks
+            )
+        values = batch.gather(torch.cat([log_target, log_fitted]), "normalizer")
         return _FitRows(
             features=torch.stack([batch.image, batch.text]),
             log_target=values[:2],
-            log_total=values[2:],
+            log_fitted=values[2:],
             size=batch.size,
             ranks=ranks.single_rank(),
         )
@@ -323,7 +325,7 @@ class AmortizedEstimator(NormalizerEstimator):
             output_gradient, peak = fit_gradient(
                 log_lambda.detach(),
                 rows.log_target,
-                rows.log_total,
+                rows.log_fitted,
                 rows.size,
                 self._config.loss,
                 self._is_released,

@@ -53,6 +53,15 @@ def log_sum_exp(x: Tensor, dim: int, out: Tensor | None) -> Tensor:
     return terms.sum(dim).log_().add_(largest.squeeze(dim))
 
 
+def leaf_of(x: Tensor) -> Tensor:
+    """Return the values of x as a leaf of a new graph; call this outside inference mode.
+
+    Tensors that were created in inference mode, as in many evaluation loops, cannot be part of a graph and are copied.
+    """
+    leaf = x.clone() if x.is_inference() else x.detach()
+    return leaf.requires_grad_()
+
+
 def log_pooled(log_batch: Tensor, log_estimate: Tensor, kappa: float) -> Tensor:
     """Return the log of the weighted mean (batch + kappa estimate)/(1 + kappa) of two values given as logs."""
     return torch.logaddexp(log_batch, log_estimate + math.log(kappa)) - math.log1p(kappa)

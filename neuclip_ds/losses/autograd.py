@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from neuclip_ds.losses.arithmetic import leaf_of
 from neuclip_ds.losses.base import LossContext, LossFunction, LossOutput, Position
 from neuclip_ds.losses.gather import GatheredFeatures
 from neuclip_ds.losses.method import LossBuilder
@@ -22,7 +23,8 @@ def autograd_loss(function: FeatureLoss) -> LossBuilder:
     """Return a builder of a loss without state, for `ContrastiveLoss` and `register_loss`.
 
     The builder ignores its arguments. To use options, call `autograd_loss` inside your own builder
-    (docs/how-to/custom_loss.md). Computing the loss raises `TypeError` if the function does not return a scalar tensor.
+    (docs/how-to/custom_loss.md). Computing the loss raises `TypeError` if the function does not return a scalar tensor
+    that depends on the features.
 
     Args:
         function: the loss as a function of the (B, d) image features, the (B, d) text features and the (B,) sample
@@ -71,9 +73,9 @@ class AutogradLoss(LossFunction):
         self._function = function
 
     def __call__(self, batch: GatheredFeatures, position: Position, training: bool) -> LossOutput:
-        with torch.enable_grad():
-            image = batch.image.detach().requires_grad_()
-            text = batch.text.detach().requires_grad_()
+        with torch.inference_mode(False), torch.enable_grad():
+            image = leaf_of(batch.image)
+            text = leaf_of(batch.text)
             loss = self._function(image, text, batch.index)
         if not isinstance(loss, Tensor):
             raise TypeError(f"The loss must be a 0-dim tensor, but the function returned {type(loss).__name__}.")
@@ -81,6 +83,8 @@ class AutogradLoss(LossFunction):
             raise TypeError(
                 f"The loss must be a scalar, but the function returned a tensor of shape {tuple(loss.shape)}."
             )
+        if not loss.requires_grad:
+            raise TypeError("The loss must depend on the features, but the function's result has no gradient.")
         image_gradient, text_gradient = torch.autograd.grad(
             loss, (image, text), allow_unused=True, materialize_grads=True
         )

@@ -6,6 +6,7 @@ tensor, row 0 is for image anchors (contrasted with texts), and row 1 is for tex
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,11 @@ from neuclip_ds.distributed.communicator import Communicator, Pending
 from neuclip_ds.losses.gather import GatheredFeatures
 from neuclip_ds.losses.sample_store import SampleStore
 from neuclip_ds.state.partition import RowTable
+
+T = TypeVar("T")
+
+CLIP_TEMPERATURE = 0.07
+"""Tau at the start of CLIP's training from random weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +75,7 @@ class LossContext:
     """Communicator between the ranks of the global batch."""
     dtype: torch.dtype = torch.float32
     """Dtype of similarities, losses and state."""
-    temperature: float | None = 0.07
+    temperature: float | None = CLIP_TEMPERATURE
     """Tau at step 0 if the options do not set it: the tau of the encoders' checkpoint (None if the checkpoint has no
     tau), or 0.07 for random weights."""
     bias: float | None = -10.0
@@ -169,21 +175,19 @@ class LossFunction(Stateful):
 
     def begin_reads(self, padded_index: Tensor) -> dict[str, Pending]:
         reads: dict[str, Pending] = {}
-        for component in reversed(self._components.values()):  # the temperature is read before the normalizer
+        for component in self._components.values():
             reads.update(component.begin_reads(padded_index))
         return reads
 
     def replicated_state(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}
         for prefix, component in self._components.items():
-            for name, value in component.replicated_state().items():
-                state[prefix + name] = value
+            state |= with_prefix(prefix, component.replicated_state())
         return state
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
         for prefix, component in self._components.items():
-            entries = {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}
-            component.load_replicated_state(entries)
+            component.load_replicated_state(entries_under(prefix, state))
 
     def row_tables(self) -> dict[str, RowTable]:
         tables: dict[str, RowTable] = {}
@@ -195,16 +199,32 @@ class LossFunction(Stateful):
         return tables
 
 
+def sum_over_ranks(communicator: Communicator, terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the sums over ranks of 0-dim tensors, by name, with one all-reduce."""
+    sums = communicator.all_reduce(torch.stack(list(terms.values())), "scalars")
+    return dict(zip(terms, sums.unbind(), strict=True))
+
+
+def with_prefix(prefix: str, entries: Mapping[str, T]) -> dict[str, T]:
+    """Return the entries with the prefix added to their names."""
+    return {prefix + name: value for name, value in entries.items()}
+
+
+def entries_under(prefix: str, entries: Mapping[str, T]) -> dict[str, T]:
+    """Return the entries whose names start with the prefix, without the prefix."""
+    return {name.removeprefix(prefix): value for name, value in entries.items() if name.startswith(prefix)}
+
+
 def adam_state(adam: torch.optim.Optimizer, parameter: Parameter, prefix: str = "adam.") -> dict[str, Tensor]:
     """Return a parameter's optimizer state for `replicated_state`; it is empty before the optimizer's first step."""
-    return {f"{prefix}{key}": value for key, value in adam.state[parameter].items()}
+    return with_prefix(prefix, adam.state[parameter])
 
 
 def load_adam_state(
     adam: torch.optim.Optimizer, parameter: Parameter, state: Mapping[str, Tensor], prefix: str = "adam."
 ) -> None:
     """Restore the optimizer state that `adam_state` returned."""
-    values = {key.removeprefix(prefix): value.clone() for key, value in state.items() if key.startswith(prefix)}
+    values = {key: value.clone() for key, value in entries_under(prefix, state).items()}
     steps = values.pop("step", None)
     adam.state[parameter] = {key: value.to(parameter) for key, value in values.items()}
     if steps is not None:  # fused Adam keeps its step count on the parameter's device, unfused Adam on the CPU

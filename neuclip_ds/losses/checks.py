@@ -1,7 +1,7 @@
 """Check the arguments of a loss on all ranks at once, so that no rank waits for a rank that has failed."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,9 @@ from neuclip_ds.distributed.communicator import Communicator
 
 _TOLERANCE = 2e-2  # on a row's norm, since rows may have been rounded to bfloat16
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+StoredForm = tuple[int, torch.dtype, torch.dtype]
+"""Width of stored features, and dtypes of their images and texts."""
 
 
 def problem_with_features(image: Any, text: Any, dim: int) -> str | None:
@@ -59,7 +62,7 @@ def problem_with_rows(index: Any, valid: Any, rows: int, samples: int) -> str | 
         index: (rows,) integers in host memory, in [0, samples) for valid rows; or None.
         valid: (rows,) bool in host memory, or None if all rows are valid.
         rows: number of rows of the batch.
-        samples: size n of the dataset, or 0 if it is unknown because the loss does not need the index.
+        samples: size n of the training set, or 0 if it is unknown because the loss does not need the index.
     """
     if index is not None:
         if not isinstance(index, Tensor):
@@ -74,12 +77,16 @@ def problem_with_rows(index: Any, valid: Any, rows: int, samples: int) -> str | 
         if valid.shape != (rows,) or valid.dtype != torch.bool:
             given = f"dtype {valid.dtype} and shape {tuple(valid.shape)}"
             return f"valid has {given}, but must be a bool tensor of shape ({rows},)."
-    if index is None or not samples:
+    if index is None:
         return None
-    used = index if valid is None else index[valid]
+    used = index.long() if valid is None else index.long()[valid]
     if not len(used):
         return None
-    for extreme in (int(used.min()), int(used.max())):
+    lowest = int(used.min())
+    highest = int(used.max())
+    if not samples:
+        return f"index {lowest} is negative: pass positions in the training set." if lowest < 0 else None
+    for extreme in (lowest, highest):
         if not 0 <= extreme < samples:
             fix = f"pass positions in the training set, whose size is samples={samples}."
             return f"index {extreme} is outside [0, {samples}): {fix}"
@@ -90,16 +97,20 @@ def _not_a_tensor(name: str, value: Any) -> str:
     return f"{name} has type {type(value).__name__}, but must be a tensor: pass torch.as_tensor({name})."
 
 
-def problem_with_stored(name: str, image: Any, text: Any, rows: int, valid: Tensor | None) -> str | None:
-    """Return a message if stored features are not normalized floating-point (rows, D) tensors, else None.
+def problem_with_stored(name: str, pair: Any, rows: int, valid: Tensor | None) -> str | None:
+    """Return a message if stored features are not a pair of normalized floating-point (rows, D) tensors, else None.
 
     Args:
         name: argument that contains the features, `reference` or `teacher`.
-        image, text: the features.
+        pair: the features of images and of texts.
         rows: number of rows of the batch.
         valid: (rows,) bool in host memory, or None if all rows are valid.
     """
-    for features in (image, text):
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        given = f"{len(pair)} elements" if isinstance(pair, tuple | list) else f"type {type(pair).__name__}"
+        return f"{name} has {given}, but must be two floating-point tensors of the same shape ({rows}, D)."
+    image, text = pair
+    for features in pair:
         if not isinstance(features, Tensor):
             return (
                 f"{name} contains an object of type {type(features).__name__}, but must be two floating-point tensors "
@@ -121,9 +132,9 @@ def raise_if_ranks_disagree(
     rows: int,
     problem: str | None,
     training: bool,
-    dtype: torch.dtype,
+    dtypes: Sequence[torch.dtype],
     communicator: Communicator,
-    stored_widths: Sequence[int] = (),
+    stored_forms: Sequence[StoredForm] = (),
 ) -> int:
     """Check that a call to the loss is consistent across ranks, and return the largest number of rows on any rank.
 
@@ -131,22 +142,29 @@ def raise_if_ranks_disagree(
         rows: number of rows of this rank's call.
         problem: message about an invalid argument of this rank's call, or None.
         training: whether this rank's call is in training mode.
-        dtype: dtype of this rank's features.
+        dtypes: dtypes of this rank's image and text features.
         communicator: communicator between the ranks.
-        stored_widths: widths of this rank's stored features, as from `StoredBatch.widths`.
+        stored_forms: widths and dtypes of this rank's stored features, as from `StoredBatch.forms`.
 
     Raises:
-        ValueError: on all ranks, if any rank has a problem, or if ranks differ in training mode, feature dtype or the
-            widths of stored features.
+        ValueError: on all ranks, if any rank has a problem, or if ranks differ in training mode, in the dtypes of the
+            features, or in the widths or dtypes of stored features.
     """
     if communicator.world_size > 1:
-        dtypes = [*_DTYPES, dtype]
-        stored = hash(tuple(stored_widths))  # of integers, so that it is the same in all processes
-        call = torch.tensor(
-            [[rows, int(problem is not None), int(training), dtypes.index(dtype), stored]], device="cpu"
+        numbers: list[int] = []
+        for width, image_dtype, text_dtype in stored_forms:
+            numbers += [width, _number_of(image_dtype), _number_of(text_dtype)]
+        call = _Call(
+            rows=rows,
+            failed=problem is not None,
+            training=training,
+            image_dtype=_number_of(dtypes[0]),
+            text_dtype=_number_of(dtypes[1]),
+            stored=hash(tuple(numbers)),
         )
-        calls = communicator.begin_host_gather(call, "control").wait()
-        rows = int(calls[:, 0].max())
+        table = communicator.begin_host_gather(torch.tensor([call], device="cpu"), "control").wait()
+        calls = [_Call(*row) for row in table.tolist()]
+        rows = max(call.rows for call in calls)
         if problem is None:
             problem = _disagreement(calls)
     if problem is not None:
@@ -154,25 +172,46 @@ def raise_if_ranks_disagree(
     return rows
 
 
-def _disagreement(calls: Tensor) -> str | None:
-    """Return a message about ranks that failed or differ, else None; `calls` contains one row per rank."""
-    failed = calls[:, 1].tolist()
-    training = calls[:, 2].tolist()
-    dtypes = calls[:, 3].tolist()
-    stored = calls[:, 4].tolist()
+class _Call(NamedTuple):
+    """What a rank tells the other ranks about its call; all fields are sent as integers."""
+
+    rows: int
+    failed: bool
+    """Whether the arguments cannot be used; the other fields are then ignored."""
+    training: bool
+    image_dtype: int
+    """Number of the dtype, as from `_number_of`."""
+    text_dtype: int
+    stored: int
+    """Hash of the stored features' widths and dtypes; a hash of integers is the same in all processes."""
+
+
+def _number_of(dtype: torch.dtype) -> int:
+    """Return the position of a dtype in `_DTYPES`, or its length for a dtype that cannot be used."""
+    return _DTYPES.index(dtype) if dtype in _DTYPES else len(_DTYPES)
+
+
+def _disagreement(calls: Sequence[_Call]) -> str | None:
+    """Return a message about ranks that failed or differ, else None; `calls` are in rank order."""
+    failed = [call.failed for call in calls]
     if any(failed):
-        return f"rank {failed.index(1)} was given arguments that cannot be used; see the error of that rank."
+        return f"rank {failed.index(True)} was given arguments that cannot be used; see the error of that rank."
+    training = [call.training for call in calls]
     if len(set(training)) > 1:
         return (
-            f"rank {training.index(1)} trains while rank {training.index(0)} evaluates: use the same train(), eval() "
-            "and torch.no_grad() on all ranks."
+            f"rank {training.index(True)} trains while rank {training.index(False)} evaluates: use the same train(), "
+            "eval() and torch.no_grad() on all ranks."
         )
-    if len(set(dtypes)) > 1:
-        names = ", ".join(str(_DTYPES[number]) for number in dtypes)
-        return f"the features' dtypes differ between ranks: {names}. Use one dtype."
-    if len(set(stored)) > 1:
+    for kind, numbers in (
+        ("image", [call.image_dtype for call in calls]),
+        ("text", [call.text_dtype for call in calls]),
+    ):
+        if len(set(numbers)) > 1:
+            names = ", ".join(str(_DTYPES[number]) for number in numbers)
+            return f"the dtypes of the {kind} features differ between ranks: {names}. Use one dtype."
+    if len({call.stored for call in calls}) > 1:
         return (
-            "the features of the reference or of the teachers differ in number or width between ranks: pass features "
-            "of the same models on all ranks."
+            "the features of the reference or of the teachers differ in number, width or dtype between ranks: pass "
+            "features of the same models, in the same dtype, on all ranks."
         )
     return None

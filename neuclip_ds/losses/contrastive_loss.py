@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,9 +17,10 @@ from torch.nn.functional import pad
 
 from neuclip_ds.distributed.communicator import Communicator, ProcessGroup
 from neuclip_ds.errors import UserError
+from neuclip_ds.losses import saved_state
 from neuclip_ds.losses.accumulate import TwoPass, with_gradients
 from neuclip_ds.losses.arithmetic import products_exact_for
-from neuclip_ds.losses.base import AdamSettings, LossContext, LossFunction, Position
+from neuclip_ds.losses.base import CLIP_TEMPERATURE, AdamSettings, LossContext, LossFunction, Position
 from neuclip_ds.losses.checks import (
     problem_with_features,
     problem_with_norms,
@@ -27,7 +28,7 @@ from neuclip_ds.losses.checks import (
     raise_if_ranks_disagree,
 )
 from neuclip_ds.losses.eager import not_compiled
-from neuclip_ds.losses.gather import PendingBatch
+from neuclip_ds.losses.gather import PendingBatch, all_valid
 from neuclip_ds.losses.global_contrastive import GlobalContrastiveLoss
 from neuclip_ds.losses.method import LossBuilder
 from neuclip_ds.losses.methods import DEFAULT, find_method
@@ -35,27 +36,39 @@ from neuclip_ds.losses.options import ObjectiveConfig, objective_config
 from neuclip_ds.losses.prefixes import PrefixedLoss, build_function
 from neuclip_ds.losses.stored_features import REFERENCE, TEACHER, StoredBatch, StoredRows, Teachers
 from neuclip_ds.losses.temperature import trained_temperature
-from neuclip_ds.state.shards import INDEX, ShardFiles, replicated_shards, shard_files, table_shards
+from neuclip_ds.losses.undo import UndoGuard
 
 log = logging.getLogger(__name__)
 
-_OPTIONS = {REFERENCE: "reference_model", TEACHER: "distill.features"}
-_FORMS = {REFERENCE: "reference=(image, text)", TEACHER: "teacher=(image, text), or a list of such pairs"}
-_USES = {REFERENCE: "a reference model (reference_model)", TEACHER: "distillation (distill)"}
-_FIXES = {
-    REFERENCE: "docs/reference/losses.md lists the losses that can.",
-    TEACHER: "use a loss of the package, or one that is built from GlobalContrastiveLoss.",
+
+@dataclass(frozen=True, kw_only=True)
+class _StoredKind:
+    """A kind of stored features, in the words of messages."""
+
+    option: str
+    """Option that requires the features in every batch."""
+    form: str
+    """Argument in which to pass the features."""
+    use: str
+    """What the features are for, with the option in brackets."""
+    advice: str
+    """What to do if a loss cannot use the features."""
+
+
+_STORED_KINDS = {
+    REFERENCE: _StoredKind(
+        option="reference_model",
+        form="reference=(image, text)",
+        use="a reference model (reference_model)",
+        advice="docs/reference/losses.md lists the losses that can.",
+    ),
+    TEACHER: _StoredKind(
+        option="distill.features",
+        form="teacher=(image, text), or a list of such pairs",
+        use="distillation (distill)",
+        advice="use a loss of the package, or one that is built from GlobalContrastiveLoss.",
+    ),
 }
-
-_REPLICATED = "objective"  # kind of the shard with the state that is equal on all ranks
-
-
-@dataclass(frozen=True)
-class _Undo:
-    """State from before a training call, to revert the call's updates."""
-
-    restore: Callable[[], None]
-    grad_scale: float | None  # of the GradScaler before the step, if there is one
 
 
 class ContrastiveLoss(nn.Module):
@@ -83,8 +96,8 @@ class ContrastiveLoss(nn.Module):
         lr: current learning rate of the encoders. With `temperature.schedule=encoder`, the learning rates of the
             temperature and of SigLIP's bias follow it; with `npn.order=joint`, so does that of the prototypes. Set `lr`
             before each training call, or before `begin` if you use it: `loss_fn.lr = scheduler.get_last_lr()[0]`.
-        scaler: the training loop's `torch.amp.GradScaler`, if any. With a scaler, the loss reverts the state updates of
-            a call whose step the scaler skipped, and accepts features that are not finite.
+        scaler: the training loop's `torch.amp.GradScaler`, if any. If it is enabled, the loss reverts the state updates
+            of a call whose step the scaler skipped, and accepts features that are not finite.
         validates: whether calls check their arguments.
         function: the method's loss as a function of the gathered features, with its state.
         metric_tensors: 0-dim metrics of the last call, by name, on the features' device.
@@ -167,7 +180,7 @@ class ContrastiveLoss(nn.Module):
         super().__init__()
         self._config, self._builder = _config_and_builder(method, options)
         self._name = "The loss" if callable(method) else self._config.method  # in messages
-        self._require_valid(dim, samples, lr, steps_per_epoch, epochs, reduction)
+        self._require_valid(dim, samples, lr, steps_per_epoch, epochs, reduction, dtype)
         self._dim = dim
         self._samples = samples
         self._epochs = epochs
@@ -182,17 +195,16 @@ class ContrastiveLoss(nn.Module):
         self._encoder_bias = encoder_bias
         self.validates = validate
         self.scaler = scaler
-        self._can_undo = undo
-        self._next_undo: _Undo | None = None  # will revert the training call that has begun
-        self._undo: _Undo | None = None  # reverts the last training call
+        self._undo_guard = UndoGuard(always=undo)
         self._pending: PendingBatch | None = None  # begun, but not yet passed to `forward`
         self._warned = False
         self._calls = 0  # training calls so far
         self.metric_tensors: dict[str, Tensor] = {}
         self.feature_gradient_norm: Tensor | None = None
         self._build(Communicator(device, group) if communicator is None else communicator, dtype)
-        for stored_name in (REFERENCE, TEACHER):
-            if self._announces(stored_name) and (problem := self._unusable(stored_name)):
+        for stored_name in _STORED_KINDS:
+            problem = self._unusable(stored_name) if self._announces(stored_name) else None
+            if problem is not None:
                 raise UserError(problem)
         if self.function.needs_index and not samples:
             raise UserError(
@@ -271,8 +283,7 @@ class ContrastiveLoss(nn.Module):
                 problem = stored.problem(len(index), valid)
         if problem is not None:
             raise ValueError(problem)
-        if valid is None:
-            valid = torch.ones(len(index), dtype=torch.bool, device="cpu")
+        valid = all_valid(len(index)) if valid is None else valid
         training = self._is_training
         self._move(self._communicator.device, self._dtype, keep=True)
         with torch.no_grad():
@@ -289,7 +300,7 @@ class ContrastiveLoss(nn.Module):
         Otherwise, ranks that have sent features wait for those that have not.
         """
         self._pending = None
-        self._next_undo = None
+        self._undo_guard.abandon()
 
     @not_compiled
     def forward(
@@ -353,31 +364,16 @@ class ContrastiveLoss(nn.Module):
             )
         # an argument that is not a tensor is reported below, on all ranks
         device = image_features.device if isinstance(image_features, Tensor) else self._communicator.device
-        device_type = device.type
-        autocast = torch.is_autocast_enabled(device_type)
-        with torch.no_grad(), torch.autocast(device_type, enabled=False) if autocast else nullcontext():
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
             if pending is None:
                 stored = StoredBatch.of(reference, teacher)
                 pending = self._send(image_features, text_features, index, valid, training, position, stored)
-            elif any(argument is not None for argument in (index, valid, position, reference, teacher)):
-                raise RuntimeError(
-                    "Pass index, valid, position and stored features to begin(), not to the loss with pending=..."
-                )
-            elif pending.training != training:
-                raise RuntimeError(
-                    "begin() and the loss were called in different modes: use the same train(), eval() and "
-                    "torch.no_grad() for both."
-                )
-            elif image_features.dtype == torch.float64 and self._dtype != torch.float64:
-                raise RuntimeError(
-                    "The features are float64, but begin() has started a batch in float32: build the loss with "
-                    "dtype=torch.float64."
-                )
-            elif not len(image_features) == len(text_features) == pending.rows:
-                raise RuntimeError(
-                    f"The loss got {len(image_features)} images and {len(text_features)} texts, but begin() was "
-                    f"called with {pending.rows} indices: pass one image and one text for each index."
-                )
+            else:
+                if any(argument is not None for argument in (index, valid, position, reference, teacher)):
+                    raise RuntimeError(
+                        "Pass index, valid, position and stored features to begin(), not to the loss with pending=..."
+                    )
+                self._require_usable(pending, image_features, text_features, training)
             # docs: forward
             batch = pending.gathered(self._dtype)
             batch.require_pairs(pending.position.step)
@@ -386,12 +382,11 @@ class ContrastiveLoss(nn.Module):
             image_gradient = self._gradient_of_rows(batch.expand(output.image_gradient), len(image_features))
             text_gradient = self._gradient_of_rows(batch.expand(output.text_gradient), len(text_features))
             # docs: end
-            self.metric_tensors = output.metrics
-            self.feature_gradient_norm = output.gradient_norm
-            if training:
-                self._calls += 1
-                self._undo = self._next_undo
-                self._next_undo = None
+        self.metric_tensors = output.metrics
+        self.feature_gradient_norm = output.gradient_norm
+        if training:
+            self._calls += 1
+            self._undo_guard.commit()
         # docs: forward
         loss = with_gradients(output.loss, (image_features, text_features), (image_gradient, text_gradient))
         # docs: end
@@ -409,13 +404,7 @@ class ContrastiveLoss(nn.Module):
         The count of training calls, which determines the position in training, still includes the call. Raises
         `RuntimeError` if the loss was built with neither `undo=True` nor a `scaler`, or if there is no call to revert.
         """
-        if self._undo is None:
-            raise RuntimeError(
-                "There is no training call to revert: build ContrastiveLoss with undo=True or a scaler, and call "
-                "undo() only once after each training call."
-            )
-        self._undo.restore()
-        self._undo = None
+        self._undo_guard.undo()
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -429,13 +418,14 @@ class ContrastiveLoss(nn.Module):
         The mean is that before the call's update. Before the first call, even after `load`, the initial value is
         returned instead. For a custom loss that has no temperature, the value has no meaning.
         """
+        self._undo_guard.undo_if_skipped(self.scaler)
         tau = trained_temperature(self.function.replicated_state())
         if tau is not None:
             return float(tau)
         mean = self.metric_tensors.get("tau")
         if mean is not None:
             return float(mean)
-        return self._config.temperature.initial or self._encoder_temperature or 0.07
+        return self._config.temperature.initial or self._encoder_temperature or CLIP_TEMPERATURE
 
     def log_normalizers(
         self,
@@ -488,10 +478,11 @@ class ContrastiveLoss(nn.Module):
         problem = self._problem_with_models(StoredBatch.of(reference, None), required=(REFERENCE,))
         if problem is not None:
             raise UserError(problem)
-        self._undo_if_scaler_skipped()
-        if valid is None:
-            valid = torch.ones(len(index), dtype=torch.bool, device="cpu")
-        pending = self._pending_batch(index.long(), valid, self._dtype)
+        self._undo_guard.undo_if_skipped(self.scaler)
+        valid = all_valid(len(index)) if valid is None else valid
+        pending = self._pending_batch(
+            index, valid, self._next_position(), comm_dtype=self._dtype, sends_features=True, training=False
+        )
         pending.add_text(text_features)
         pending.add_image(image_features)
         if reference is not None:
@@ -562,58 +553,46 @@ class ContrastiveLoss(nn.Module):
 
         The folder must be in a file system that all ranks share. An interrupted `save` leaves a folder that `load`
         refuses, even if the folder contained an earlier state: save to a new folder each time.
+
+        Raises `UserError` on all ranks if a rank cannot write to the folder.
         """
-        self._undo_if_scaler_skipped()
-        folder = Path(folder)
-
-        def prepare_folder() -> None:
-            folder.mkdir(parents=True, exist_ok=True)
-            # an old index next to new rows would describe a state that never existed
-            (folder / INDEX).unlink(missing_ok=True)
-
-        self._communicator.on_rank_zero(prepare_folder)
-        shards = table_shards(self.function.row_tables())
-        if self._communicator.rank == 0:
-            shards |= replicated_shards(_REPLICATED, self.function.replicated_state())
-        tensors, *index_files = shard_files(shards, self._metadata(), self._communicator)
-        tensors.write(folder)
-        self._communicator.barrier()
-        for file in index_files:  # on rank 0
-            file.write(folder)
-        self._communicator.barrier()
+        self._undo_guard.undo_if_skipped(self.scaler)
+        saved_state.write(Path(folder), self.function, self._metadata(), self._communicator)
 
     def load(self, folder: Path | str) -> None:
         """Read the state that `save` wrote, including `lr`; the number of ranks may differ. All ranks must call `load`.
+
+        If `steps_per_epoch` differs from that of the saved state, for example because the global batch has changed, the
+        count of training calls is scaled, so that training continues in the same epoch.
 
         Raises:
             UserError: the folder is incomplete or cannot be read, or was saved with a different `method`, `dim`,
                 `samples` or option, except `chunk_size`, `comm_dtype`, `npn.replicas`, `reference_model` and the
                 options under `distill`, which may differ.
         """
-        folder = Path(folder)
-        if not (folder / INDEX).is_file():
-            raise UserError(
-                f"{folder} does not contain a completely saved loss: {INDEX} is missing. Pass a folder in which save() "
-                "has finished."
-            )
-        files = ShardFiles(folder)
-        self._prepare_to_load(files.metadata, str(folder))
-        files.fill(self.function.row_tables())
-        self.function.load_replicated_state(files.replicated(_REPLICATED))
+        files = saved_state.open_folder(Path(folder))
+        self._prepare_to_load(files.metadata, str(Path(folder)))
+        saved_state.read(files, self.function)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for `copy.deepcopy` and `pickle`, without a step in progress.
 
         A deep copy, such as that of `torch.optim.swa_utils.AveragedModel`, shares the process group and has no scaler.
         """
-        self._undo_if_scaler_skipped()
-        return {**self.__dict__, "scaler": None, "_pending": None, "_next_undo": None, "_undo": None}
+        self._undo_guard.undo_if_skipped(self.scaler)
+        guard = self._undo_guard.without_copies()
+        return {**self.__dict__, "scaler": None, "_pending": None, "_undo_guard": guard}
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return this rank's state, for `state_dict()`."""
-        self._undo_if_scaler_skipped()
+        self._undo_guard.undo_if_skipped(self.scaler)
         ranks = self._communicator
-        return {**self._metadata(), "rank": ranks.rank, "world_size": ranks.world_size, **_state_of(self.function)}
+        return {
+            **self._metadata(),
+            "rank": ranks.rank,
+            "world_size": ranks.world_size,
+            **saved_state.state_of(self.function),
+        }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Restore this rank's state from a `state_dict()` saved by the same rank with the same world size.
@@ -628,14 +607,21 @@ class ContrastiveLoss(nn.Module):
                 f"of {ranks.world_size}. Load on each rank the state_dict that it saved, or use save() and load(), "
                 "which allow a different world size."
             )
-        _fill(self.function, state)
+        saved_state.restore(self.function, state)
 
     @property
     def _is_training(self) -> bool:
         return self.training and torch.is_grad_enabled()
 
     def _require_valid(
-        self, dim: int, samples: int, lr: float, steps_per_epoch: int | None, epochs: float, reduction: str
+        self,
+        dim: int,
+        samples: int,
+        lr: float,
+        steps_per_epoch: int | None,
+        epochs: float,
+        reduction: str,
+        dtype: torch.dtype,
     ) -> None:
         """Raise `UserError` if an argument of the constructor is invalid, or if `steps_per_epoch` is missing."""
         if reduction not in ("ddp_mean", "sum"):
@@ -647,6 +633,8 @@ class ContrastiveLoss(nn.Module):
                 raise UserError(f"{name}={value} must be at least {lowest[name]}.")
         if not epochs > 0:
             raise UserError(f"epochs={epochs} must be above 0.")
+        if dtype not in (torch.float32, torch.float64):
+            raise UserError(f"dtype={dtype} is not supported: use torch.float32 or torch.float64.")
         if self._config.needs_epochs and steps_per_epoch is None:
             raise UserError(
                 f"{self._name} needs the length of the run and of its epochs: pass epochs and steps_per_epoch."
@@ -670,18 +658,16 @@ class ContrastiveLoss(nn.Module):
 
     def _begin(self, index: Tensor, valid: Tensor, training: bool, position: Position | None) -> PendingBatch:
         """Send the indices of a batch; if `training`, and with `undo` or a scaler, prepare to revert state updates."""
-        self._undo_if_scaler_skipped()
+        self._undo_guard.undo_if_skipped(self.scaler)
         if training:
-            self._undo = None
-            self._next_undo = None
-            if self._can_undo or self.scaler is not None:
-                grad_scale = None if self.scaler is None else self.scaler.get_scale()
-                self._next_undo = _Undo(self.function.restore_point(), grad_scale)
+            self._undo_guard.begin(self.function, self.scaler)
         if position is None:
             position = self._next_position()
         sends_features = not training or self.function.gathers(position)
         comm_dtype = None if self._config.comm_dtype == "auto" else getattr(torch, self._config.comm_dtype)
-        return self._pending_batch(index.long(), valid, comm_dtype, sends_features, training, position)
+        return self._pending_batch(
+            index, valid, position, comm_dtype=comm_dtype, sends_features=sends_features, training=training
+        )
 
     def _send(
         self,
@@ -696,40 +682,20 @@ class ContrastiveLoss(nn.Module):
         """Check a batch for which `begin` was not called, and send its indices and all of its features."""
         index = index.cpu() if isinstance(index, Tensor) else index
         valid = valid.cpu() if isinstance(valid, Tensor) else valid
-        self._undo_if_scaler_skipped()
-        problem = problem_with_features(image, text, self._dim) if self.validates else None
-        if problem is None:
-            self._move(image.device, image.dtype if image.dtype == torch.float64 else torch.float32, keep=True)
-            rows = len(image)
-            dtype = image.dtype
-        else:  # the other ranks learn of the problem below
-            self._move(self._communicator.device, self._dtype, keep=True)
-            rows = 0
-            dtype = self._dtype
-        if self.validates:
-            if problem is None:
-                problem = self._problem_with(image, text, index, valid, training)
-            if problem is None:
-                problem = self._problem_with_models(stored)
-            if problem is None:
-                problem = stored.problem(rows, valid)
-            widths = stored.widths() if problem is None else []
-            rows = raise_if_ranks_disagree(rows, problem, training, dtype, self._communicator, widths)
-        elif problem := self._problem_with_models(stored):
-            raise ValueError(problem)
+        self._undo_guard.undo_if_skipped(self.scaler)
+        rows = self._checked_rows(image, text, index, valid, training, stored)
 
-        # ranks with fewer rows than others add invalid rows
         if index is None:
             index = torch.full((len(image),), self._samples, device="cpu")
-        if valid is None:
-            valid = torch.ones(len(image), dtype=torch.bool, device="cpu")
+        valid = all_valid(len(image)) if valid is None else valid
         missing = rows - len(image)
-        if missing:
+        if missing:  # ranks with fewer rows than others add invalid rows
             image = pad(image, (0, 0, 0, missing))
             text = pad(text, (0, 0, 0, missing))
             index = pad(index, (0, missing))
             valid = pad(valid, (0, missing))
             stored = stored.padded(missing)
+
         pending = self._begin(index, valid, training, position)
         for name, stored_rows in stored:
             pending.add_stored(name, *stored_rows)
@@ -737,6 +703,64 @@ class ContrastiveLoss(nn.Module):
         pending.add_image(image)
         pending.begin_reads()
         return pending
+
+    def _checked_rows(
+        self,
+        image: Tensor,
+        text: Tensor,
+        index: Tensor | None,
+        valid: Tensor | None,
+        training: bool,
+        stored: StoredBatch,
+    ) -> int:
+        """Check the arguments of a call, move the state to the features' device and dtype, and return the rows to send.
+
+        This is the largest number of rows on any rank; without `validates`, it is this rank's number.
+
+        Raises:
+            ValueError: the arguments cannot be used; with `validates`, on all ranks, also if ranks disagree.
+        """
+        if not self.validates:
+            self._move_to(image)
+            problem = self._problem_with_models(stored)
+            if problem is not None:
+                raise ValueError(problem)
+            return len(image)
+
+        problem = problem_with_features(image, text, self._dim)
+        if problem is None:
+            self._move_to(image)
+            problem = self._problem_with(image, text, index, valid, training, stored)
+        else:  # the features' device and dtype are unknown, but the number of ranks may have changed
+            self._move(self._communicator.device, self._dtype, keep=True)
+        if problem is not None:  # this raises the error on all ranks
+            return raise_if_ranks_disagree(0, problem, training, (self._dtype, self._dtype), self._communicator)
+        dtypes = image.dtype, text.dtype
+        return raise_if_ranks_disagree(len(image), None, training, dtypes, self._communicator, stored.forms())
+
+    def _require_usable(self, pending: PendingBatch, image: Tensor, text: Tensor, training: bool) -> None:
+        """Raise `RuntimeError` if a batch that `begin` started does not match the call of the loss."""
+        if pending.training != training:
+            raise RuntimeError(
+                "begin() and the loss were called in different modes: use the same train(), eval() and "
+                "torch.no_grad() for both."
+            )
+        if image.dtype == torch.float64 and self._dtype != torch.float64:
+            raise RuntimeError(
+                "The features are float64, but begin() has started a batch in float32: build the loss with "
+                "dtype=torch.float64."
+            )
+        for name, features in (("image_features", image), ("text_features", text)):
+            if features.shape[1:] != (self._dim,):
+                raise RuntimeError(
+                    f"{name} has shape {tuple(features.shape)}, but the loss was built with dim={self._dim}: pass "
+                    f"features of shape (b, {self._dim})."
+                )
+        if not len(image) == len(text) == pending.rows:
+            raise RuntimeError(
+                f"The loss got {len(image)} images and {len(text)} texts, but begin() was called with {pending.rows} "
+                "indices: pass one image and one text for each index."
+            )
 
     def _problem_with_models(self, stored: StoredBatch, required: Sequence[str] = (REFERENCE, TEACHER)) -> str | None:
         """Return a message if the loss cannot use the stored features, or if announced ones are missing, or None.
@@ -749,8 +773,9 @@ class ContrastiveLoss(nn.Module):
             if problem is not None:
                 return problem
         for name in required:
+            kind = _STORED_KINDS[name]
             if self._announces(name) and name not in given:
-                return f"{_OPTIONS[name]} is set, but a batch lacks the stored features: pass {_FORMS[name]}."
+                return f"{kind.option} is set, but a batch lacks the stored features: pass {kind.form}."
         if stored.teachers:
             try:
                 self._config.distill.temperatures(len(stored.teachers))
@@ -768,12 +793,19 @@ class ContrastiveLoss(nn.Module):
         """Return a message if the loss cannot use these stored features, or None."""
         if name in self.function.uses_stored:
             return None
+        kind = _STORED_KINDS[name]
         if self._config.prefixes:
-            return f"`prefixes` cannot be combined with {_USES[name]}: omit one of these options."
-        return f"{self._name} cannot use {_USES[name]}: {_FIXES[name]}"
+            return f"`prefixes` cannot be combined with {kind.use}: omit one of these options."
+        return f"{self._name} cannot use {kind.use}: {kind.advice}"
 
     def _problem_with(
-        self, image: Tensor, text: Tensor, index: Tensor | None, valid: Tensor | None, training: bool
+        self,
+        image: Tensor,
+        text: Tensor,
+        index: Tensor | None,
+        valid: Tensor | None,
+        training: bool,
+        stored: StoredBatch,
     ) -> str | None:
         """Return a message about the first invalid argument of a call on this rank, or None if all are valid.
 
@@ -781,29 +813,37 @@ class ContrastiveLoss(nn.Module):
         """
         problem = problem_with_rows(index, valid, len(image), self._samples)
         if problem is None:
-            problem = problem_with_norms(image, text, valid, not_finite=self.scaler is not None)
-        if problem is None and index is None and training and self.function.needs_index:
+            skips_steps = self.scaler is not None and self.scaler.is_enabled()
+            problem = problem_with_norms(image, text, valid, not_finite=skips_steps)
+        needs_index = self.function.needs_index and (training or not self._spare_rows)
+        if problem is None and index is None and needs_index:
             problem = f"{self._name} needs the index of each sample: pass index."
+        if problem is None:
+            problem = self._problem_with_models(stored)
+        if problem is None:
+            problem = stored.problem(len(image), valid)
         return problem
 
     def _pending_batch(
         self,
         index: Tensor,
         valid: Tensor,
+        position: Position,
+        *,
         comm_dtype: torch.dtype | None,
-        sends_features: bool = True,
-        training: bool = False,
-        position: Position | None = None,
+        sends_features: bool,
+        training: bool,
     ) -> PendingBatch:
         return PendingBatch(
-            index=index,
+            index=index.long(),
             valid=valid,
-            position=self._next_position() if position is None else position,
+            position=position,
             communicator=self._communicator,
             comm_dtype=comm_dtype,
             begin_reads=self.function.begin_reads if self.function.stores else None,
             sends_features=sends_features,
             training=training,
+            uses_stored=self.function.uses_stored,
         )
 
     def _gradient_of_rows(self, gradient: Tensor, rows: int) -> Tensor:
@@ -820,6 +860,11 @@ class ContrastiveLoss(nn.Module):
             return Position(step=step, lr=self.lr, peak_lr=self._peak_lr)
         progress = min(step / (self._epochs * length), 1 - 1e-9)
         return Position(step=step, epoch=step // length, progress=progress, lr=self.lr, peak_lr=self._peak_lr)
+
+    def _move_to(self, features: Tensor) -> None:
+        """Move the state to the device of the features, and to float64 if they are float64, else to float32."""
+        dtype = torch.float64 if features.dtype == torch.float64 else torch.float32
+        self._move(features.device, dtype, keep=True)
 
     def _move(self, device: torch.device, dtype: torch.dtype, keep: bool) -> None:
         """Rebuild the loss if the device, dtype, rank or world size has changed; if `keep`, preserve trained state.
@@ -839,59 +884,51 @@ class ContrastiveLoss(nn.Module):
                 f"The loss was built as rank {before.rank} of {before.world_size}, but this is rank {ranks.rank} of "
                 f"{ranks.world_size}: call torch.distributed.init_process_group before you build the loss."
             )
-        function = self.function
+        old = self.function
         with torch.inference_mode(False), torch.no_grad():  # the state must stay trainable after an evaluation
             self._build(ranks, dtype)
-            if keeps_state:
-                _fill(self.function, _state_of(function))
+        new = self.function
 
-    def _undo_if_scaler_skipped(self) -> None:
-        """Revert the last training call's updates if the scaler skipped its step, that is, if the scale has dropped.
+        def copy_state() -> None:
+            with torch.inference_mode(False), torch.no_grad():
+                saved_state.restore(new, saved_state.state_of(old))
 
-        Otherwise, the call can still be reverted: the scaler may not have been updated yet.
-        """
-        if self.scaler is None or self._undo is None or self._undo.grad_scale is None:
-            return
-        if self.scaler.get_scale() < self._undo.grad_scale:
-            self._undo.restore()
-            self._undo = None
+        if keeps_state:
+            copy_state()
+            self._undo_guard.follow(copy_state)
+        else:
+            self._undo_guard.forget()
 
     def _metadata(self) -> dict[str, Any]:
         """Return the metadata that is saved with the state."""
-        built_with: dict[str, Any] = {"dim": self._dim, "samples": self._samples}
-        options = self._config.model_dump(
-            mode="json",
-            exclude={
-                "chunk_size": True,
-                "comm_dtype": True,
-                "npn": {"replicas": True},
-                "reference_model": True,
-                "distill": True,
-            },
-        )
-        for key, value in options.items():
-            if isinstance(value, dict) and key != "prefixes":  # the keys of `prefixes` are lengths, not options
-                for name, option in value.items():
-                    built_with[f"{key}.{name}"] = option
-            else:
-                built_with[key] = value
-        dtype = str(self._dtype).removeprefix("torch.")
-        return {"built_with": built_with, "calls": self._calls, "lr": float(self.lr), "dtype": dtype}
+        return {
+            "built_with": saved_state.settings_of(self._config, self._dim, self._samples),
+            "calls": self._calls,
+            "steps_per_epoch": self._steps_per_epoch,
+            "lr": float(self.lr),
+            "dtype": str(self._dtype).removeprefix("torch."),
+        }
 
     def _prepare_to_load(self, saved: dict[str, Any], where: str) -> None:
-        """Adopt a saved state's dtype, call count and `lr`; raise `UserError` if its loss had different settings."""
-        settings = self._metadata()["built_with"]
-        saved_settings = saved.get("built_with", {})
-        for key in sorted(settings, key="method".__ne__):  # compare the method first
-            if saved_settings.get(key) != settings[key]:
-                raise UserError(
-                    f"{where} was saved with {key}={saved_settings.get(key)}, but this loss was built with "
-                    f"{key}={settings[key]}; build the loss with the saved value, or train without the saved state."
-                )
+        """Adopt a saved state's dtype, position and `lr`; raise `UserError` if its loss had different settings."""
+        saved_state.require_equal(self._metadata()["built_with"], saved.get("built_with", {}), where)
         self._move(self._communicator.device, getattr(torch, saved["dtype"]), keep=False)
         self._calls = saved["calls"]
+        saved_length = saved.get("steps_per_epoch")  # None also in states of version 0.1
+        if saved_length and self._steps_per_epoch and saved_length != self._steps_per_epoch:
+            self._calls = round(self._calls / saved_length * self._steps_per_epoch)
+            log.info(
+                "%s was saved with steps_per_epoch=%d, but this loss has %d: training continues at call %d instead of "
+                "%d, in the same epoch",
+                where,
+                saved_length,
+                self._steps_per_epoch,
+                self._calls,
+                saved["calls"],
+            )
         self.lr = saved.get("lr", self.lr)  # states of version 0.1 have no lr
-        self._undo = None
+        self.abandon()
+        self._undo_guard.forget()
 
 
 def _config_and_builder(
@@ -924,15 +961,3 @@ def _validated(options: dict[str, Any], name: str) -> ObjectiveConfig:
             else:
                 problems.append(f"{option}: {message}" if option else message)
         raise UserError(f"The options of {name} are invalid: {'; '.join(problems)}") from error
-
-
-def _state_of(function: LossFunction) -> dict[str, Any]:
-    tables = {name: dict(table.tensors) for name, table in function.row_tables().items()}
-    return {"replicated": function.replicated_state(), "tables": tables}
-
-
-def _fill(function: LossFunction, state: dict[str, Any]) -> None:
-    function.load_replicated_state({name: value.clone() for name, value in state["replicated"].items()})
-    for name, table in function.row_tables().items():
-        for key, tensor in table.tensors.items():
-            tensor.copy_(state["tables"][name][key])

@@ -112,12 +112,12 @@ def distill(batch: GatheredFeatures, tau: Tensor, config: DistillConfig, columns
     local_grad_tau = None
     if tau.ndim:
         local_tau = tau[:, batch.local]
-        local_grad_tau = -(infonce.mean_logit + (local_positive - target_sum) / (2 * local_tau)) / local_tau
+        local_grad_tau = -(infonce.weighted_logits + (local_positive - target_sum) / (2 * local_tau)) / local_tau
     return Distillation(
         loss=student.log_excess.sum() / 2 + linear,
         image_gradient=infonce.image + grads[0],
         text_gradient=infonce.text + grads[1],
-        grad_theta=infonce.mean_logit.sum() + linear,
+        grad_theta=infonce.weighted_logits.sum() + linear,
         local_grad_tau=local_grad_tau,
     )
 

@@ -255,26 +255,22 @@ class IndividualTemperature(Temperature):
             local_gradient = distillation.contrastive_weight * local_gradient + distillation.local_grad_tau
         gradient = batch.gather(local_gradient, "temperature")
         tau, moment, square, visits = self._store.local_rows(batch.index).T.split((2, 2, 2, 1))
-        beta1, beta2 = self._adam.betas
-        correction1, correction2 = self._corrections(visits + 1, position)
+        visits = visits + 1
         if self._is_released:
             gradient = gradient.clamp(-_RELEASED_CLAMP, _RELEASED_CLAMP)
-            if position.epoch == 0:
-                beta1 = beta2 = 0.0
-        moment = torch.lerp(gradient, moment, beta1)
-        square = torch.lerp(gradient.square(), square, beta2)
-        change = (moment / correction1) / ((square / correction2).sqrt() + self._adam.eps)
+        if self._is_released and position.epoch == 0:  # both betas are 0
+            moment = gradient
+            square = gradient.square()
+            change = moment / (square.sqrt() + self._adam.eps)
+        else:
+            # the bias correction counts the steps with the sample or, in the released code, the epochs
+            times = torch.full_like(visits, position.epoch + 1) if self._is_released else visits
+            beta1, beta2 = self._adam.betas
+            moment = torch.lerp(gradient, moment, beta1)
+            square = torch.lerp(gradient.square(), square, beta2)
+            change = (moment / (1 - beta1**times)) / ((square / (1 - beta2**times)).sqrt() + self._adam.eps)
         tau = (tau - self._lr(position) * change).clamp(self._config.minimum, self._config.maximum)
-        self._store.write(batch.index, torch.cat([tau, moment, square, visits + 1]).T)
-
-    def _corrections(self, visits: Tensor, position: Position) -> tuple[Tensor, Tensor]:
-        """Return 1 - beta^t for both moments, where t counts steps with the sample, or epochs (released code)."""
-        times = visits
-        if self._is_released:
-            # in epoch 0 the betas are 0, and so are their powers
-            times = torch.full_like(visits, position.epoch + 1 if position.epoch else torch.inf)
-        beta1, beta2 = self._adam.betas
-        return 1 - beta1**times, 1 - beta2**times
+        self._store.write(batch.index, torch.cat([tau, moment, square, visits]).T)
 
     def row_tables(self) -> dict[str, RowTable]:
         return {_TEMPERATURES: self._store.rows()}

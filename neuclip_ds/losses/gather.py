@@ -7,7 +7,7 @@ shapes are known without waiting for the device.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 BeginReads = Callable[[Tensor], Mapping[str, Pending]]
 """Function that starts reading the statistics of samples, given their (K b,) indices; see `Stateful.begin_reads`."""
+
+
+def all_valid(rows: int) -> Tensor:
+    """Return a mask in host memory that marks all rows of a batch as valid."""
+    return torch.ones(rows, dtype=torch.bool, device="cpu")
 
 
 class PendingBatch:
@@ -46,6 +51,7 @@ class PendingBatch:
         begin_reads: BeginReads | None,
         sends_features: bool = True,
         training: bool = True,
+        uses_stored: Collection[str] = (REFERENCE, TEACHER),
     ) -> None:
         """
         Args:
@@ -59,6 +65,7 @@ class PendingBatch:
             begin_reads: function that starts reading the samples' statistics; None if the loss has none.
             sends_features: whether the step needs the features of all ranks.
             training: whether the step updates the state of the loss.
+            uses_stored: whose stored features the loss can use.
         """
         self.rows = len(index)
         self.position = position
@@ -67,6 +74,7 @@ class PendingBatch:
         self._comm_dtype = comm_dtype
         self._begin_reads = begin_reads
         self._sends_features = sends_features
+        self._uses_stored = uses_stored
         self._local_index = torch.where(valid, index, -1)
         self._images: list[Pending] = []
         self._texts: list[Pending] = []
@@ -101,8 +109,11 @@ class PendingBatch:
                 gathered from all ranks in the dtype that `comm_dtype` selects.
 
         Raises:
-            ValueError: the shapes do not match.
+            ValueError: the loss cannot use these features, or the shapes do not match.
         """
+        if name not in self._uses_stored:
+            usable = " or ".join(self._uses_stored) or "no one"
+            raise ValueError(f"The loss cannot use stored features of {name!r}: it can use those of {usable}.")
         if image.ndim != 2 or image.shape != text.shape or len(image) != self.rows:
             raise ValueError(
                 f"The features of the {name} have shapes {tuple(image.shape)} (images) and {tuple(text.shape)} "
@@ -232,7 +243,7 @@ class GatheredFeatures:
             total: see the attribute; by default B.
         """
         self._communicator = communicator
-        self.comm_dtype = padded_image.dtype
+        self.comm_dtype = torch.promote_types(padded_image.dtype, padded_text.dtype)
         self.padded_index = padded_index
         self.statistics = statistics
         self._rows_per_rank = len(padded_index) // communicator.world_size
@@ -354,7 +365,8 @@ class GatheredFeatures:
         for padded_image, padded_text in padded:
             image = self.compact_all(padded_image).to(dtype)
             text = self.compact_all(padded_text).to(dtype)
-            features.append(GatheredStored(image=image, text=text, comm_dtype=padded_image.dtype))
+            comm_dtype = torch.promote_types(padded_image.dtype, padded_text.dtype)
+            features.append(GatheredStored(image=image, text=text, comm_dtype=comm_dtype))
         return features
 
     def compact_all(self, rows: Tensor) -> Tensor:

@@ -35,13 +35,22 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from neuclip_ds.distributed.communicator import PHASE
+from neuclip_ds.distributed.communicator import PHASE, Pending
 from neuclip_ds.errors import UserError
-from neuclip_ds.losses.base import LossContext, LossFunction, LossOutput, Position, Stateful
+from neuclip_ds.losses.base import (
+    LossContext,
+    LossFunction,
+    LossOutput,
+    Position,
+    Stateful,
+    entries_under,
+    sum_over_ranks,
+    with_prefix,
+)
 from neuclip_ds.losses.distillation import Distillation, combined, distill
 from neuclip_ds.losses.gather import GatheredFeatures
 from neuclip_ds.losses.options import ObjectiveConfig
-from neuclip_ds.losses.pairs import CACHED_BYTES, PairGrid, PairLoss, pair_similarities
+from neuclip_ds.losses.pairs import CACHED_BYTES, PairGradient, PairGrid, PairLoss, pair_similarities
 from neuclip_ds.losses.stored_features import REFERENCE, TEACHER
 from neuclip_ds.losses.temperature import (
     DistillationSignal,
@@ -53,6 +62,8 @@ from neuclip_ds.losses.temperature import (
 
 Scale = Callable[[Tensor], Tensor]
 """Leading factor of the loss, as a function of tau."""
+
+_METRICS = "metrics."  # prefix of the estimator's local metrics among the sums over ranks
 
 
 def scale_half(tau: Tensor) -> Tensor:
@@ -168,98 +179,112 @@ class GlobalContrastiveLoss(LossFunction):
     def gathers(self, position: Position) -> bool:
         return self._estimator.gathers(self._in_epoch(position))
 
+    def begin_reads(self, padded_index: Tensor) -> dict[str, Pending]:
+        reads = self._temperature.begin_reads(padded_index)  # first, because `__call__` needs the temperature first
+        return reads | self._estimator.begin_reads(padded_index)
+
     def __call__(self, batch: GatheredFeatures, position: Position, training: bool) -> LossOutput:
-        student = batch
-        batch = student.minus_reference()
+        compared = batch.minus_reference()  # the same rows; with a reference model, its similarities are subtracted
 
         # the similarities of all pairs, the estimated normalizers, and the gradient of the loss, which depends on both
         # docs: loss
-        tau = self._temperature.of(batch)
+        tau = self._temperature.of(compared)
         scale = self._scale(tau)
-        grid = PairGrid(batch, self._config.chunk_size, CACHED_BYTES)
+        grid = PairGrid(compared, self._config.chunk_size, CACHED_BYTES)
         similarities = pair_similarities(grid, self.pair_loss, tau)
         log_g = similarities.log_mean_exp()
         with record_function(f"{PHASE}normalizer"):
-            estimate = self._estimator(batch, log_g, tau, self._in_epoch(position), training)
+            estimate = self._estimator(compared, log_g, tau, self._in_epoch(position), training)
         gradient = similarities.gradient(estimate.log_weight + scale.log())
         # docs: end
+        distillation: Distillation | None = None
+        if batch.teachers:  # their similarities are compared with the features', before the reference is subtracted
+            distillation = distill(batch, tau, self._config.distill, self._config.chunk_size)
+        image, text = self._feature_gradients(batch, gradient, estimate, scale, distillation)
+
+        # this rank's sums over its anchors, and the means over the global batch
+        local_tau = _of_local_anchors(tau, batch)
+        local_scale = _of_local_anchors(scale, batch)
+        local_mean_logit = gradient.weighted_logits / local_scale
+        local_tau_term = estimate.value
+        grad_theta = gradient.weighted_logits.sum()
+        if estimate.tau_term is not None:  # the normalizer's estimate depends on tau
+            local_tau_term = estimate.tau_term
+            grad_theta = grad_theta - (local_scale * (local_tau_term - estimate.value)).sum()
+        sums = {
+            "loss": (local_scale * estimate.value + self._temperature.rho(position) * local_tau).sum(),
+            "batch_loss": self._infonce(log_g, batch).sum() / 2,
+            "mean_logit": local_mean_logit.sum(),
+            "tau_term": local_tau_term.sum(),
+            "grad_theta": grad_theta,
+        }
+        sums |= with_prefix(_METRICS, {name: values.sum() for name, values in estimate.local_metrics.items()})
+        if distillation is not None:
+            sums["distill_loss"] = distillation.loss
+            sums["distill_grad_theta"] = distillation.grad_theta
+        sums["squared_norm"] = image.square().sum() + text.square().sum()
+        totals = sum_over_ranks(self._communicator, sums)
+        gradient_norm = totals.pop("squared_norm").sqrt()
+        means = {name: total / batch.total for name, total in totals.items()}
+
+        # the temperature's update
+        if training:
+            signal = TemperatureSignal(
+                mean_logit=means["mean_logit"],
+                tau_term=means["tau_term"],
+                grad_theta=means["grad_theta"],
+                local_mean_logit=local_mean_logit,
+                local_tau_term=local_tau_term,
+                distillation=self._distillation_signal(distillation, means),
+            )
+            self._temperature.update(compared, signal, position)
+
+        # the loss and the metrics
+        loss = means["loss"]
+        if self._constant:
+            loss = loss + self._constant
+        metrics = {"tau": tau.mean()}
+        if self.pair_loss.is_identity:
+            metrics["batch_loss"] = means["batch_loss"]
+        if distillation is not None:
+            loss = combined(self._config.distill, loss, means["distill_loss"])
+            metrics["distill_loss"] = means["distill_loss"]
+        metrics["feature_grad_norm"] = gradient_norm
+        metrics.update(estimate.metrics)
+        for name, mean in entries_under(_METRICS, means).items():
+            metrics[name] = mean / 2  # over both directions
+        return LossOutput(
+            loss=loss, image_gradient=image, text_gradient=text, gradient_norm=gradient_norm, metrics=metrics
+        )
+
+    def _feature_gradients(
+        self,
+        batch: GatheredFeatures,
+        gradient: PairGradient,
+        estimate: NormalizerOutput,
+        scale: Tensor,
+        distillation: Distillation | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the (local, d) gradients of the total loss with respect to image and text features."""
         image = gradient.image
         text = gradient.text
         if estimate.feature_grad is not None:
             image_grad, text_grad = estimate.feature_grad
             image = image.add(image_grad * scale)
             text = text.add(text_grad * scale)
-        distillation: Distillation | None = None
-        if batch.teachers:
-            distillation = distill(student, tau, self._config.distill, self._config.chunk_size)
+        if distillation is not None:
             image = combined(self._config.distill, image, distillation.image_gradient)
             text = combined(self._config.distill, text, distillation.text_gradient)
         if batch.total != batch.size:  # turn the mean over local anchors into a share of the global mean
             share = batch.size / batch.total
             image = image * share
             text = text * share
+        return image, text
 
-        # sums over this rank's anchors, which one all-reduce turns into means over the global batch
-        local_tau = _of_local_anchors(tau, batch)
-        local_scale = _of_local_anchors(scale, batch)
-        local_mean_logit = gradient.mean_logit / local_scale
-        grad_theta = gradient.mean_logit.sum()
-        local_tau_term = estimate.value
-        if estimate.tau_term is not None:  # the normalizer's estimate depends on tau
-            local_tau_term = estimate.tau_term
-            grad_theta = grad_theta - (local_scale * (local_tau_term - estimate.value)).sum()
+    def _infonce(self, log_g: Tensor, batch: GatheredFeatures) -> Tensor:
+        """Return the anchors' (2, local) losses in OpenCLIP at the same tau, which are comparable across methods."""
         log_divisor = math.log(batch.total - self.pair_loss.divisor_offset)
-        # OpenCLIP's loss for the same batch and tau, comparable across methods
-        infonce = torch.logaddexp(log_g + log_divisor, torch.zeros_like(log_g))
-        distillation_sums: list[Tensor] = []
-        if distillation is not None:
-            distillation_sums = [distillation.loss, distillation.grad_theta]
-        sums = torch.stack(
-            [
-                (local_scale * estimate.value + self._temperature.rho(position) * local_tau).sum(),
-                infonce.sum() / 2,
-                local_mean_logit.sum(),
-                local_tau_term.sum(),
-                grad_theta,
-                *(values.sum() for values in estimate.local_metrics.values()),
-                *distillation_sums,
-                image.square().sum() + text.square().sum(),
-            ]
-        )
-        totals = self._communicator.all_reduce(sums, "scalars")
-        loss, batch_loss, mean_logit, tau_term, grad_theta, *other_means, _ = (totals / batch.total).unbind()
-        gradient_norm = totals[-1].sqrt()
-        local_means = other_means[: len(estimate.local_metrics)]
-        if self._constant:
-            loss = loss + self._constant
-        distillation_signal: DistillationSignal | None = None
-        if distillation is not None:
-            distill_loss, distill_grad_theta = other_means[len(local_means) :]
-            loss = combined(self._config.distill, loss, distill_loss)
-            distillation_signal = self._distillation_signal(distillation, distill_grad_theta)
-
-        if training:
-            signal = TemperatureSignal(
-                mean_logit=mean_logit,
-                tau_term=tau_term,
-                grad_theta=grad_theta,
-                local_mean_logit=local_mean_logit,
-                local_tau_term=local_tau_term,
-                distillation=distillation_signal,
-            )
-            self._temperature.update(batch, signal, position)
-        metrics = {"tau": tau.mean()}
-        if self.pair_loss.is_identity:
-            metrics["batch_loss"] = batch_loss
-        if distillation is not None:
-            metrics["distill_loss"] = distill_loss
-        metrics["feature_grad_norm"] = gradient_norm
-        metrics.update(estimate.metrics)
-        for name, mean in zip(estimate.local_metrics, local_means, strict=True):
-            metrics[name] = mean / 2  # over both directions
-        return LossOutput(
-            loss=loss, image_gradient=image, text_gradient=text, gradient_norm=gradient_norm, metrics=metrics
-        )
+        return torch.logaddexp(log_g + log_divisor, torch.zeros_like(log_g))
 
     def log_normalizers(self, batch: GatheredFeatures) -> tuple[Tensor, Tensor]:
         """Return the current estimates of log g and the temperatures of a batch's anchors, without changing any state.
@@ -276,13 +301,17 @@ class GlobalContrastiveLoss(LossFunction):
         log_g = pair_similarities(grid, self.pair_loss, tau).log_mean_exp()
         return self._estimator.log_estimate(batch, log_g, tau), local_tau
 
-    def _distillation_signal(self, distillation: Distillation, grad_theta: Tensor) -> DistillationSignal:
-        """Return the signal for the temperature; `grad_theta` is the distillation's derivative over all ranks."""
+    def _distillation_signal(
+        self, distillation: Distillation | None, means: Mapping[str, Tensor]
+    ) -> DistillationSignal | None:
+        """Return the signal of the distillation, if any, for the temperature; `means` are over the global batch."""
+        if distillation is None:
+            return None
         options = self._config.distill
         local_grad_tau = distillation.local_grad_tau
         return DistillationSignal(
             contrastive_weight=options.contrastive_weight,
-            grad_theta=options.weight * grad_theta,
+            grad_theta=options.weight * means["distill_grad_theta"],
             local_grad_tau=None if local_grad_tau is None else options.weight * local_grad_tau,
         )
 

@@ -1,6 +1,7 @@
 """NeuCLIP: normalizers predicted by a network, the NPN (ICLR 2026, eq. 10-12 and Algorithm 1; arXiv 2511.08417).
 
-The function `neuclip` builds the method; its options are in neuclip_options.py.
+The function `neuclip` builds the method; its options are in neuclip_options.py. prototype_queue.py contains the queue
+from which prototypes are drawn, and prototype_optimizers.py contains their updates.
 
 Eq. 10: The network predicts the log-normalizer of an image anchor from the anchor's feature e1_i and m prototypes W1_k.
 For a text anchor, it uses e2_i and W2_k. The functions named on the right compute the equations:
@@ -40,7 +41,7 @@ One step of Algorithm 1 (`NpnEstimator.__call__`), after the features and g_i of
     (of this batch if B >= m, else of the last m samples before this batch)
     T_u times: W1, W2 <- AdaGrad on dJ/dW, or the scaled update                             `_fit`
     alpha_i from the new W1, W2                                                             `_predict`
-    gradient of J for encoders and tau                                                      `estimate`
+    gradient of J for encoders and tau                                                      `_estimate`
 
 With `kappa` (ours), the loss uses a mean of the batch's own normalizer and the predicted one, as `neuclip_queue` does:
 
@@ -58,7 +59,7 @@ The weight of the batch's negatives, w_i (eps + g_i), is then at most 1, however
 
 The scaled update is ours; docs/reference/losses.md compares it with AdaGrad. With delta = 1e-3 B/m,
 
-    W_k <- W_k/|W_k| - lr tau B |W_k| dJ/dW_k / (sum_i p_ik (1 + |1 - r_i|) + delta), then normalized  `_scaled`
+    W_k <- W_k/|W_k| - lr tau B |W_k| dJ/dW_k / (sum_i p_ik (1 + |1 - r_i|) + delta), then normalized  `Scaled`
 
 Since |r_i| <= 1 + |1 - r_i|, lr tau multiplies a vector of norm below 1, so no logit changes by more than about lr.
 
@@ -77,6 +78,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from neuclip_ds.errors import UserError
 from neuclip_ds.losses.arithmetic import log_eps_plus, log_pooled, lowest_exponent
 from neuclip_ds.losses.base import LossContext, Position
 from neuclip_ds.losses.gather import GatheredFeatures
@@ -95,15 +97,16 @@ from neuclip_ds.losses.prediction import (
     prediction_gradient,
     representable,
 )
+from neuclip_ds.losses.prototype_optimizers import Update, prototype_optimizer
+from neuclip_ds.losses.prototype_queue import PrototypeQueue
 from neuclip_ds.state.partition import Partition, RowTable
 
 # Elements per block in each direction. On a CPU, a block stays in the core's cache after a matmul; on a GPU, the block
 # size limits the memory of intermediate results.
 _CPU_BLOCK = 2**20
 _GPU_BLOCK = 2**25
-_ADAGRAD_EPS = 1e-10  # torch's default
-_DELTA = 1e-3  # fraction of the prototypes' mean mass; prototypes with far less mass hardly move
 _SHORTEST = 1e-12  # lower bound on |W_k| as a divisor
+_LOWEST_TAU = 0.003  # exponents lie between -2/tau and 0, and below -708, float64 has no normal exponentials
 _LOG_NOTHING = -1e4  # log of a sum without terms; finite, so that its product with zero is zero
 
 
@@ -120,6 +123,12 @@ def neuclip(config: ObjectiveConfig, context: LossContext) -> GlobalContrastiveL
     if config.npn.network == "mlp":
         estimator = MlpEstimator(config, context, rule.eps)
     else:
+        if config.temperature.minimum < _LOWEST_TAU:
+            raise UserError(
+                f"objective.temperature.minimum={config.temperature.minimum:g} is below {_LOWEST_TAU}, the lowest "
+                "temperature at which float64 can represent the sums over NeuCLIP's prototypes: raise it, or set "
+                "npn.network=mlp."
+            )
         estimator = NpnEstimator(config, context, rule.eps)
     return GlobalContrastiveLoss(
         config,
@@ -189,19 +198,11 @@ class NpnEstimator(NetworkEstimator):
         self._partition = Partition.of(self._config.prototypes, ranks.rank % group_size, group_size)
         shape = (2, self._partition.size, context.dim)
         self._prototypes = torch.zeros(shape, dtype=context.dtype, device=ranks.device)  # W1 and W2, one row each
-        self._queue = torch.zeros_like(self._prototypes)  # images and texts
-        self._seen = 0  # samples added to the queue so far
+        self._queue = PrototypeQueue(self._partition, context)
         self._drawn = False
-        self._is_joint = self._config.order == "joint"
-        self._adam = context.adam
-        self._moments: dict[str, Tensor] = {}  # of the prototypes
-        if self._is_joint:
-            self._moments["moment"] = torch.zeros_like(self._prototypes)
-            self._moments["square"] = torch.zeros_like(self._prototypes)
-        elif self._config.optimizer == "adagrad":
-            self._moments["accumulator"] = torch.zeros_like(self._prototypes)  # the sum of squared gradients
-        self._steps = 0  # updates so far, for AdamW's bias correction
         self._drawn_at = 0  # samples added to the queue when the prototypes were drawn
+        self._is_joint = self._config.order == "joint"
+        self._optimizer = prototype_optimizer(self._config, context.adam, self._prototypes)
 
     def __call__(
         self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, position: Position, training: bool
@@ -213,16 +214,21 @@ class NpnEstimator(NetworkEstimator):
         log_target = log_eps_plus(batch.gather(log_g, "normalizer"), self._eps)  # log(eps + g), (2, B)
         fills_queue = batch.size >= self._config.prototypes
         if training and fills_queue:
-            self._enqueue(batch)
+            self._queue.add(batch)
         if training:
             self._redraw_if_due(position)
 
         if self._drawn:
-            output = self._fitted_output(batch, log_target, tau, position.lr, training)
+            anchors = _Anchors.of(batch, tau)
+            if training and not self._is_joint:
+                self._fit(anchors, log_target, position.lr)
+            output = self._estimate(anchors, log_target, batch, tau)
+            if training and self._is_joint:
+                self._fit(anchors, log_target, position.lr)
         else:
             output = batch_output(log_target, log_target[:, batch.local])
         if training and not fills_queue:
-            self._enqueue(batch)
+            self._queue.add(batch)
         return output
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
@@ -232,26 +238,18 @@ class NpnEstimator(NetworkEstimator):
         kappa = self._config.kappa
         return log_ghat if kappa is None else log_pooled(log_g, log_ghat, kappa)
 
-    def _fitted_output(
-        self, batch: GatheredFeatures, log_target: Tensor, tau: Tensor, lr: float, training: bool
+    def _estimate(
+        self, anchors: _Anchors, log_target: Tensor, batch: GatheredFeatures, tau: Tensor
     ) -> NormalizerOutput:
-        """Return the output of the prototypes, which are fitted to the batch if `training` is true."""
-        anchors = _Anchors.of(batch, tau)
+        """Return the output of the current prototypes; `log_target` is the (2, B) log(eps + g_i)."""
+        prediction = self._predict(anchors)
+        if self._config.kappa is not None:
+            return self._pooled_output(prediction, log_target, batch, tau, self._config.kappa)
 
-        def fit() -> None:
-            self._fit(anchors, log_target, lr)
+        def full_gradient(residual: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+            return self._full_gradient(prediction, batch, residual, tau)
 
-        def estimate() -> NormalizerOutput:
-            prediction = self._predict(anchors)
-            if self._config.kappa is not None:
-                return self._pooled_output(prediction, log_target, batch, tau, self._config.kappa)
-
-            def full_gradient(residual: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-                return self._full_gradient(prediction, batch, residual, tau)
-
-            return self._output(prediction.alpha, log_target, batch, tau, full_gradient)
-
-        return self._fit_and_estimate(fit, estimate, training)
+        return self._output(prediction.alpha, log_target, batch, tau, full_gradient)
 
     def _pooled_output(
         self, prediction: _Prediction, log_target: Tensor, batch: GatheredFeatures, tau: Tensor, kappa: float
@@ -262,13 +260,13 @@ class NpnEstimator(NetworkEstimator):
         local_alpha = alpha[:, batch.local]
         log_share = prediction.alpha[:, batch.local] - local_alpha + math.log(kappa) + log_scale
         share = log_share.exp()  # v_i, at most 1
-        prototype_sums, mass, mean_logit = self._prototype_sums(prediction, batch)
+        prototype_sums, mass, logit_sum = self._prototype_sums(prediction, batch)
         away = prototype_sums - mass.unsqueeze(2) * batch.anchors().flip(0)  # an anchor's partner is in the other row
         gradient = batch.minus_mean((share / (batch.size * tau)).unsqueeze(2) * away, "normalizer")
         return NormalizerOutput(
             log_weight=log_scale - alpha,
             value=local_alpha,
-            tau_term=local_alpha - share * mean_logit,
+            tau_term=local_alpha - share * logit_sum,
             metrics=fit_metrics(prediction.alpha, log_target) | {"alpha": alpha.mean()},
             feature_grad=(gradient[IMAGE], gradient[TEXT]),
         )
@@ -280,20 +278,22 @@ class NpnEstimator(NetworkEstimator):
         pairs (Algorithm 1, line 4). With B = m, each anchor's partner is then among the prototypes. If the batch is
         smaller, the samples are the last m before this batch.
         """
-        if self._seen < self._config.prototypes:
+        if not self._queue.is_full:
             return
+        if self._drawn and not self._is_redraw_due(position):
+            return
+        self._prototypes.copy_(self._queue.rows.flip(0))
+        self._drawn = True
+        self._drawn_at = self._queue.seen
+
+    def _is_redraw_due(self, position: Position) -> bool:
+        """Return whether to draw the prototypes again, after they have been drawn for the first time."""
         redraw_every = 0 if self._is_joint else self._config.redraw_every
         if redraw_every == 0:
-            is_due = False
-        elif self._config.redraw_unit == "samples":
-            is_due = self._seen - self._drawn_at >= redraw_every
-        else:
-            is_due = position.step % redraw_every == 0
-        if self._drawn and not is_due:
-            return
-        self._prototypes.copy_(self._queue.flip(0))
-        self._drawn = True
-        self._drawn_at = self._seen
+            return False
+        if self._config.redraw_unit == "samples":
+            return self._queue.seen - self._drawn_at >= redraw_every
+        return position.step % redraw_every == 0
 
     def _fit(self, anchors: _Anchors, log_target: Tensor, lr: float) -> None:
         """Update the prototypes T_u times or, if `order=joint`, once with AdamW, always with this batch's g_i."""
@@ -355,62 +355,16 @@ class NpnEstimator(NetworkEstimator):
         batch_size = anchors.features.shape[1]
         mass = self._log_mass(prediction).exp_().div_(batch_size)  # (2, B), sum_k p_ik / B over this rank's prototypes
         weighted_anchors = (mass * residual).unsqueeze(2) * anchors.features
-        self._steps += 1
-        for columns, gradient in _gradients(prediction, weighted_anchors):
-            prototypes = self._prototypes[:, columns]
-            moments = {name: values[:, columns] for name, values in self._moments.items()}
-            if self._is_joint:
-                self._adamw(prototypes, gradient, lr, **moments)
-            elif self._config.optimizer == "adagrad":
-                self._adagrad(prototypes, gradient, **moments)
-            else:
-                bound = mass * (1 + (1 - residual).abs())
-                bounds = [bound[side] @ prediction.share[side][:, columns] for side in (IMAGE, TEXT)]
-                unit = prediction.unit[:, columns]
-                norm = prediction.norm[:, columns]
-                self._scaled(prototypes, gradient, torch.stack(bounds), unit, norm, anchors.tau)
-
-    def _scaled(
-        self, prototype: Tensor, gradient: Tensor, bound: Tensor, unit: Tensor, norm: Tensor, tau: Tensor
-    ) -> None:
-        """Move prototypes in place against the gradient, by at most lr tau on the unit sphere.
-
-        Args:
-            prototype: (2, columns, d) prototypes, updated in place.
-            gradient: (2, columns, d) dJ/dW_k, overwritten.
-            bound: (2, columns) 1/B sum_i p_ik (1 + |1 - r_i|), an upper bound on |W_k| times the gradient's norm.
-            unit: (2, columns, d) W_k/|W_k|.
-            norm: (2, columns, 1) |W_k|.
-            tau: 0-dim temperature.
-        """
-        floor = _DELTA / self._config.prototypes
-        change = gradient.mul_(norm * tau * self._config.rate / (bound + floor).unsqueeze(2))
-        torch.sub(unit, change, out=prototype)
-        prototype.div_(torch.linalg.vector_norm(prototype, dim=2, keepdim=True))
-
-    def _adagrad(self, prototype: Tensor, gradient: Tensor, accumulator: Tensor) -> None:
-        """Take an AdaGrad step in place, with torch's formula; the accumulator sums squared gradients."""
-        if self._config.weight_decay:
-            gradient.add_(prototype, alpha=self._config.weight_decay)
-        accumulator.addcmul_(gradient, gradient)
-        prototype.addcdiv_(gradient, accumulator.sqrt().add_(_ADAGRAD_EPS), value=-self._config.rate)
-
-    def _adamw(self, prototype: Tensor, gradient: Tensor, lr: float, moment: Tensor, square: Tensor) -> None:
-        """Take an AdamW step in place, for the ablation that updates prototypes and encoders together (Algorithm 3).
-
-            M <- beta_1 M + (1 - beta_1) dJ/dW,   V <- beta_2 V + (1 - beta_2) (dJ/dW)^2
-            W <- (1 - lr lambda) W - lr M/(1 - beta_1^t) / (sqrt(V/(1 - beta_2^t)) + epsilon)
-
-        The learning rate, the betas and epsilon are those of the encoders' optimizer, because Algorithm 3 has a single
-        optimizer for the encoders and the prototypes. The paper does not give a value for the weight decay lambda.
-        """
-        beta1, beta2 = self._adam.betas
-        correction1 = 1 - beta1**self._steps
-        correction2 = 1 - beta2**self._steps
-        moment.lerp_(gradient, 1 - beta1)
-        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        denominator = (square / correction2).sqrt_().add_(self._adam.eps)
-        prototype.mul_(1 - lr * self._config.weight_decay).addcdiv_(moment, denominator, value=-lr / correction1)
+        update = Update(
+            share=prediction.share,
+            mass=mass,
+            residual=residual,
+            unit=prediction.unit,
+            norm=prediction.norm,
+            tau=anchors.tau,
+            lr=lr,
+        )
+        self._optimizer.step(self._prototypes, _gradients(prediction, weighted_anchors), update)
 
     def _log_mass(self, prediction: _Prediction) -> Tensor:
         """Return the (2, B) log of the sum of p_ik = exp(z_ik) / (m (eps + ghat_i)) over this rank's prototypes."""
@@ -421,9 +375,9 @@ class NpnEstimator(NetworkEstimator):
         self, prediction: _Prediction, batch: GatheredFeatures, residual: Tensor, tau: Tensor
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """Return r_i/B grad alpha_i for local features, and r_i tau dalpha_i/dtau; `residual` is the (2, local) r_i."""
-        prototype_sums, mass, mean_logit = self._prototype_sums(prediction, batch)
+        prototype_sums, mass, logit_sum = self._prototype_sums(prediction, batch)
         gradient = prediction_gradient(residual, prototype_sums, mass, batch, tau)
-        return gradient, -residual * mean_logit
+        return gradient, -residual * logit_sum
 
     def _prototype_sums(self, prediction: _Prediction, batch: GatheredFeatures) -> tuple[Tensor, Tensor, Tensor]:
         """Return sums over all prototypes for this rank's anchors.
@@ -443,42 +397,27 @@ class NpnEstimator(NetworkEstimator):
         sums = batch.sum_local(torch.stack(partial_sums, dim=1), self._group, "normalizer").transpose(0, 1)
         return sums[..., :-2], sums[..., -2], sums[..., -1]
 
-    def _enqueue(self, batch: GatheredFeatures) -> None:
-        """Overwrite the oldest rows of the queue with the batch; each rank stores one queue row per local prototype."""
-        size = self._config.prototypes
-        end = self._seen + batch.size
-        begin = max(self._seen, end - size)  # first sample to keep; the run's i-th sample is stored in row i mod m
-        # the samples to keep may continue in row 0 after row m - 1
-        first_lap = begin // size * size
-        for lap in (first_lap, first_lap + size):
-            low = max(begin, lap + self._partition.start)
-            high = min(end, lap + self._partition.stop)
-            if low < high:
-                rows = slice(low - lap - self._partition.start, high - lap - self._partition.start)
-                samples = slice(low - self._seen, high - self._seen)
-                self._queue[IMAGE][rows] = batch.image[samples]
-                self._queue[TEXT][rows] = batch.text[samples]
-        self._seen = end
-
     def replicated_state(self) -> dict[str, Tensor]:
-        state = {"seen": torch.tensor(self._seen, device="cpu"), "drawn": torch.tensor(self._drawn, device="cpu")}
-        if self._is_joint:
-            state["updates"] = torch.tensor(self._steps, device="cpu")
+        state = {
+            "seen": torch.tensor(self._queue.seen, device="cpu"),
+            "drawn": torch.tensor(self._drawn, device="cpu"),
+            **self._optimizer.replicated_state(),
+        }
         if self._config.redraw_unit == "samples":
             state["drawn_at"] = torch.tensor(self._drawn_at, device="cpu")
         return state
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
-        self._seen = int(state["seen"])
+        self._queue.seen = int(state["seen"])
         self._drawn = bool(state["drawn"])
-        self._steps = int(state["updates"]) if self._is_joint else 0
+        self._optimizer.load_replicated_state(state)
         self._drawn_at = int(state["drawn_at"]) if "drawn_at" in state else 0
 
     def row_tables(self) -> dict[str, RowTable]:
-        tensors = {"queue_image": self._queue[IMAGE], "queue_text": self._queue[TEXT]}
+        tensors = {"queue_image": self._queue.rows[IMAGE], "queue_text": self._queue.rows[TEXT]}
         for name, direction in (("w1", IMAGE), ("w2", TEXT)):
             tensors[name] = self._prototypes[direction]
-            for key, values in self._moments.items():
+            for key, values in self._optimizer.moments.items():
                 tensors[f"{name}_{key}"] = values[direction]
         return {"npn": RowTable(self._partition, tensors, saved=self._group.start == 0)}
 

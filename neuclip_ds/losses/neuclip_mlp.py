@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from neuclip_ds.losses.amortization_mlp import AmortizationMlp
-from neuclip_ds.losses.arithmetic import log_eps_plus
+from neuclip_ds.losses.arithmetic import leaf_of, log_eps_plus
 from neuclip_ds.losses.base import LossContext, Position, adam_state, load_adam_state
 from neuclip_ds.losses.gather import GatheredFeatures
 from neuclip_ds.losses.global_contrastive import NormalizerOutput
@@ -46,24 +46,21 @@ class MlpEstimator(NetworkEstimator):
         if not self._started:
             return batch_output(batch.gather(log_target, "normalizer"), log_target)
 
-        def fit() -> None:
+        if training:
             self._fit(features, positive, log_target, tau, batch.size)
 
-        def estimate() -> NormalizerOutput:
-            """Compute the same output as neuclip.py, except that each rank computes its anchors' gradients locally."""
-            log_ghat = self._log_ghat(features, positive)
-            predicted = log_eps_plus(log_ghat, self._eps)
+        # the same output as in neuclip.py, except that each rank computes its anchors' gradients locally
+        log_ghat = self._log_ghat(features, positive)
+        predicted = log_eps_plus(log_ghat, self._eps)
 
-            def full_gradient(residual: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-                residual = residual * (log_ghat - predicted).exp()  # dalpha_i = ghat_i/(eps + ghat_i) (df - ds_ii/tau)
-                image, text = partner_gradient(batch, residual, tau)
-                image_of_f, text_of_f = self._gradient_of_f(features, residual / batch.size)
-                return (image + image_of_f, text + text_of_f), residual * positive
+        def full_gradient(residual: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+            residual = residual * (log_ghat - predicted).exp()  # dalpha_i = ghat_i/(eps + ghat_i) (df - ds_ii/tau)
+            image, text = partner_gradient(batch, residual, tau)
+            image_of_f, text_of_f = self._gradient_of_f(features, residual / batch.size)
+            return (image + image_of_f, text + text_of_f), residual * positive
 
-            alpha, all_targets = batch.gather(torch.cat([predicted, log_target]), "normalizer").split(2)
-            return self._output(alpha, all_targets, batch, tau, full_gradient)
-
-        return self._fit_and_estimate(fit, estimate, training)
+        alpha, all_targets = batch.gather(torch.cat([predicted, log_target]), "normalizer").split(2)
+        return self._output(alpha, all_targets, batch, tau, full_gradient)
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
         if not self._started:
@@ -88,10 +85,10 @@ class MlpEstimator(NetworkEstimator):
 
     def _gradient_of_f(self, features: Tensor, weight: Tensor) -> Tensor:
         """Return the (2, local, d) gradient of sum_i weight_i f(e_i) with respect to the features."""
-        with torch.enable_grad():
-            leaf = features.detach().requires_grad_()
+        with torch.inference_mode(False), torch.enable_grad():
+            leaf = leaf_of(features)
             total = self._mlp(self._weights.detach(), leaf)
-        return torch.autograd.grad(total, leaf, weight)[0]
+            return torch.autograd.grad(total, leaf, weight.clone())[0]
 
     def _fit(self, features: Tensor, positive: Tensor, log_target: Tensor, tau: Tensor, size: int) -> None:
         """Take T_u Adam steps on tau/B sum_i [exp(-alpha_i)(eps + g_i) + alpha_i], or on the separate objective."""

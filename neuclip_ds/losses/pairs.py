@@ -341,13 +341,13 @@ class PairGrid:
 class PairGradient(NamedTuple):
     """Gradient of L, and the statistic that the temperature update needs.
 
-    `mean_logit`, of shape (2, local), is W_i/(B-1) sum_j exp(t_ij) t_ij with t_ij = l(s_ij - s_ii)/tau. If all anchors
-    share tau, it is this rank's 0-dim contribution to the sum over all 2B anchors, which equals -B tau dL/dtau.
+    `weighted_logits`, of shape (2, local), is W_i/(B-1) sum_j exp(t_ij) t_ij with t_ij = l(s_ij - s_ii)/tau. If all
+    anchors share tau, it is this rank's 0-dim contribution to the sum over all 2B anchors, which equals -B tau dL/dtau.
     """
 
     image: Tensor  # (local, d)
     text: Tensor  # (local, d)
-    mean_logit: Tensor
+    weighted_logits: Tensor
 
 
 def pair_similarities(grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> PairSimilarities:
@@ -442,9 +442,9 @@ class PairSimilarities:
         else:
             logit_sum = product_sum + constant_sum
         grid.add_positives(grads, -weight_sum.sum(dim=0))
-        mean_logit = logit_sum / pair_loss.power * grid.size
+        weighted_logits = logit_sum / pair_loss.power * grid.size
         image, text = grid.trained_columns(grads)
-        return PairGradient(image=image, text=text, mean_logit=mean_logit)
+        return PairGradient(image=image, text=text, weighted_logits=weighted_logits)
 
     @property
     def _divides_at_once(self) -> bool:
@@ -655,7 +655,7 @@ class FactoredSimilarities(PairSimilarities):
         weight_sum = factor[:, grid.local] * self._sums
         logit_sum = grid.weighted_sum(grads) - (grid.positive[grid.local] * weight_sum).sum()
         grid.add_positives(grads, -weight_sum.sum(dim=0))
-        return PairGradient(image=grads[IMAGE], text=grads[TEXT], mean_logit=logit_sum * grid.size)
+        return PairGradient(image=grads[IMAGE], text=grads[TEXT], weighted_logits=logit_sum * grid.size)
 
     def _exponential(self, block: Block) -> Tensor:
         """Return exp(s/tau - c) of a block, with zeros for the positives."""

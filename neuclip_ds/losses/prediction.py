@@ -85,18 +85,6 @@ class NetworkEstimator(NormalizerEstimator):
         self._eps = eps
         self._communicator = context.communicator
 
-    def _fit_and_estimate(
-        self, fit: Callable[[], None], estimate: Callable[[], NormalizerOutput], training: bool
-    ) -> NormalizerOutput:
-        """Estimate normalizers; if `training`, fit the network before or, with `order=joint`, after the estimate."""
-        fits_first = self._config.order == "alternating"
-        if training and fits_first:
-            fit()
-        output = estimate()
-        if training and not fits_first:
-            fit()
-        return output
-
     def _output(
         self, alpha: Tensor, log_target: Tensor, batch: GatheredFeatures, tau: Tensor, full_gradient: FullGradient
     ) -> NormalizerOutput:

@@ -22,7 +22,15 @@ from torch.nn.functional import normalize
 
 from neuclip_ds.distributed.communicator import Pending
 from neuclip_ds.errors import UserError
-from neuclip_ds.losses.base import LossContext, LossFunction, LossOutput, Position, Stateful
+from neuclip_ds.losses.base import (
+    LossContext,
+    LossFunction,
+    LossOutput,
+    Position,
+    Stateful,
+    entries_under,
+    with_prefix,
+)
 from neuclip_ds.losses.gather import GatheredFeatures
 from neuclip_ds.losses.method import LossBuilder
 from neuclip_ds.losses.options import PREFIX, ObjectiveConfig
@@ -91,9 +99,7 @@ class PrefixedLoss(LossFunction):
         metrics = dict(output.metrics)
         for length, function in self._prefixes.items():
             name = _name(length)
-            statistics = {
-                key.removeprefix(name): read for key, read in batch.statistics.items() if key.startswith(name)
-            }
+            statistics = entries_under(name, batch.statistics)
             prefix = GatheredStored(
                 image=normalize(batch.image[:, :length], dim=1, eps=_SMALLEST_NORM),
                 text=normalize(batch.text[:, :length], dim=1, eps=_SMALLEST_NORM),
@@ -112,8 +118,7 @@ class PrefixedLoss(LossFunction):
                 along = (unit_gradient * unit).sum(dim=1, keepdim=True)
                 gradient[:, :length].add_((unit_gradient - along * unit) / norm, alpha=weight)
             metrics[f"{name}loss"] = prefix_output.loss
-            for key, value in prefix_output.metrics.items():
-                metrics[name + key] = value
+            metrics |= with_prefix(name, prefix_output.metrics)
 
         squared_norm = image_gradient.square().sum() + text_gradient.square().sum()
         gradient_norm = self._communicator.all_reduce(squared_norm.view(1), "scalars").squeeze(0).sqrt()
@@ -129,15 +134,14 @@ class PrefixedLoss(LossFunction):
     def begin_reads(self, padded_index: Tensor) -> dict[str, Pending]:
         reads = self.whole.begin_reads(padded_index)
         for length, function in self._prefixes.items():
-            for key, read in function.begin_reads(padded_index).items():
-                reads[_name(length) + key] = read
+            reads |= with_prefix(_name(length), function.begin_reads(padded_index))
         return reads
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
         of_whole = dict(state)
         for length, function in self._prefixes.items():
             name = _name(length)
-            entries = {key.removeprefix(name): value for key, value in state.items() if key.startswith(name)}
+            entries = entries_under(name, state)
             function.load_replicated_state(entries)
             for key in entries:
                 del of_whole[name + key]
@@ -146,8 +150,7 @@ class PrefixedLoss(LossFunction):
     def row_tables(self) -> dict[str, RowTable]:
         tables = self.whole.row_tables()
         for length, function in self._prefixes.items():
-            for key, table in function.row_tables().items():
-                tables[_name(length) + key] = table
+            tables |= with_prefix(_name(length), function.row_tables())
         return tables
 
 

@@ -13,7 +13,7 @@ from torch.nn.functional import softplus
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.losses.arithmetic import lowest_exponent
-from neuclip_ds.losses.base import LossContext, LossFunction, LossOutput, Position
+from neuclip_ds.losses.base import LossContext, LossFunction, LossOutput, Position, sum_over_ranks
 from neuclip_ds.losses.distillation import combined, distill
 from neuclip_ds.losses.gather import GatheredFeatures
 from neuclip_ds.losses.options import ObjectiveConfig
@@ -56,7 +56,8 @@ class SigmoidLoss(LossFunction):
         tau = self._logit.of(batch)
         bias = self._logit.scalar("bias")
         grid = PairGrid(batch, self._config.chunk_size, budget=0)
-        sums = grid.positive.new_zeros(2)  # sums of the loss and of its derivatives with respect to the logits
+        loss_sum = grid.positive.new_zeros(())
+        derivative_sum = grid.positive.new_zeros(())  # of the loss with respect to the logits
 
         def grad_logit(block: Block) -> Tensor:
             negated_logit = torch.add(bias, grid.similarity(block).mul_(1 / tau))  # -z times the logit
@@ -65,32 +66,40 @@ class SigmoidLoss(LossFunction):
             derivative = negated_logit.sigmoid()
             grid.positive_pairs(derivative, block).neg_()
             if block.row_modality == IMAGE:
-                sums.add_(torch.stack([softplus(negated_logit).sum(), derivative.sum()]))
+                loss_sum.add_(softplus(negated_logit).sum())
+                derivative_sum.add_(derivative.sum())
             return derivative
 
-        image, text = grads = grid.gradient(grad_logit)
-        for grad in grads:
-            grad.div_(batch.size * tau)
-        sums = torch.cat([sums / batch.size, grid.weighted_sum(grads)[None]])
+        image, text = grid.gradient(grad_logit)
+        divisor = batch.size * tau
+        image.div_(divisor)
+        text.div_(divisor)
+        sums = {
+            "loss": loss_sum / batch.size,
+            "grad_bias": derivative_sum / batch.size,
+            "grad_theta": grid.weighted_sum((image, text)),
+        }
         if batch.teachers:
             distillation = distill(batch, tau, self._config.distill, self._config.chunk_size)
             image = combined(self._config.distill, image, distillation.image_gradient)
             text = combined(self._config.distill, text, distillation.text_gradient)
-            distillation_sums = torch.stack([distillation.loss, distillation.grad_theta]) / batch.size
-            sums = torch.cat([sums, distillation_sums])
-        squared_norm = image.square().sum() + text.square().sum()
-        totals = self._communicator.all_reduce(torch.cat([sums, squared_norm[None]]), "scalars")
-        loss, grad_bias, grad_theta, *distillation_totals, squared_norm = totals
+            sums["distill_loss"] = distillation.loss / batch.size
+            sums["distill_grad_theta"] = distillation.grad_theta / batch.size
+        sums["squared_norm"] = image.square().sum() + text.square().sum()
+        totals = sum_over_ranks(self._communicator, sums)
+
+        loss = totals["loss"]
+        grad_bias = totals["grad_bias"]
+        grad_theta = totals["grad_theta"]
         metrics = {"tau": tau, "bias": bias}
-        if distillation_totals:
-            distill_loss, distill_grad_theta = distillation_totals
-            loss = combined(self._config.distill, loss, distill_loss)
-            grad_theta = combined(self._config.distill, grad_theta, distill_grad_theta)
+        if batch.teachers:
+            loss = combined(self._config.distill, loss, totals["distill_loss"])
             grad_bias = self._config.distill.contrastive_weight * grad_bias
-            metrics["distill_loss"] = distill_loss
+            grad_theta = combined(self._config.distill, grad_theta, totals["distill_grad_theta"])
+            metrics["distill_loss"] = totals["distill_loss"]
         if training:
             self._logit.descend(position, theta=grad_theta, bias=grad_bias)
-        gradient_norm = squared_norm.sqrt()
+        gradient_norm = totals["squared_norm"].sqrt()
         metrics["feature_grad_norm"] = gradient_norm
         return LossOutput(
             loss=loss, image_gradient=image, text_gradient=text, gradient_norm=gradient_norm, metrics=metrics

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from neuclip_ds.losses.checks import problem_with_stored
+from neuclip_ds.losses.checks import StoredForm, problem_with_stored
 
 if TYPE_CHECKING:
     from neuclip_ds.losses.options import ObjectiveConfig
@@ -78,20 +78,20 @@ class StoredBatch:
     def of(cls, reference: StoredRows | None, teacher: Teachers | None) -> StoredBatch:
         """Return the features that the arguments of a call contain."""
         teachers: list[StoredRows] = []
-        if isinstance(teacher, list):
+        if isinstance(teacher, list) and not any(isinstance(rows, Tensor) for rows in teacher):
             teachers = teacher
-        elif teacher is not None:
-            teachers = [teacher]
+        elif teacher is not None:  # a pair, which the default collation of a DataLoader makes a list
+            teachers = [cast(StoredRows, teacher)]
         return cls(reference=reference, teachers=teachers)
 
     @classmethod
     def concatenated(cls, batches: Sequence[StoredBatch]) -> StoredBatch:
-        """Return the rows of all micro-batches; raise `RuntimeError` if the number or widths of the features differ."""
-        widths = batches[0].widths()
-        if any(batch.widths() != widths for batch in batches):
+        """Return the rows of all micro-batches; raise `RuntimeError` if the features differ in form."""
+        forms = batches[0].forms()
+        if any(batch.forms() != forms for batch in batches):
             raise RuntimeError(
-                "accumulate(): pass features of the same reference model and teachers with every micro-batch, or "
-                "with none."
+                "accumulate(): pass features of the same reference model and teachers, in the same dtype, with every "
+                "micro-batch, or with none."
             )
         references = [batch.reference for batch in batches if batch.reference is not None]
         reference = _concatenated(references) if references else None
@@ -109,21 +109,26 @@ class StoredBatch:
 
     def problem(self, rows: int, valid: Tensor | None) -> str | None:
         """Return a message about the first stored features that a batch of `rows` rows cannot use, or None."""
-        for name, (image, text) in self:
-            problem = problem_with_stored(name, image, text, rows, valid)
+        for name, pair in self:
+            problem = problem_with_stored(name, pair, rows, valid)
             if problem is not None:
                 return problem
         return None
 
-    def widths(self) -> list[int]:
-        """Return the width of the reference's features (0 if there is none) and of each teacher's features."""
-        reference_width = 0 if self.reference is None else self.reference[0].shape[1]
-        return [reference_width, *(image.shape[1] for image, _ in self.teachers)]
+    def forms(self) -> list[StoredForm]:
+        """Return the form of the reference's features, of width 0 if there is no reference, and of each teacher's."""
+        reference_form = (0, torch.float32, torch.float32) if self.reference is None else _form(self.reference)
+        return [reference_form, *map(_form, self.teachers)]
 
     def padded(self, rows: int) -> StoredBatch:
         """Return the same features with `rows` invalid rows added."""
         reference = None if self.reference is None else _padded(self.reference, rows)
         return StoredBatch(reference=reference, teachers=[_padded(teacher, rows) for teacher in self.teachers])
+
+
+def _form(pair: StoredRows) -> StoredForm:
+    image, text = pair
+    return image.shape[1], image.dtype, text.dtype
 
 
 def _concatenated(pairs: Sequence[StoredRows]) -> StoredRows:

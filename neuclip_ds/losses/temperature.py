@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from neuclip_ds.errors import UserError
-from neuclip_ds.losses.base import LossContext, Position, Stateful, adam_state, load_adam_state
+from neuclip_ds.losses.base import LossContext, Position, Stateful, adam_state, entries_under, load_adam_state
 from neuclip_ds.losses.gather import GatheredFeatures
 from neuclip_ds.losses.options import ObjectiveConfig, TemperatureConfig
 
@@ -246,7 +246,7 @@ class LearnableTemperature(Temperature):
             )
         for name, scalar in self._scalars.items():
             prefix = f"adam.{name}."
-            saved_keys = {key.removeprefix(prefix) for key in state if key.startswith(prefix)}
+            saved_keys = set(entries_under(prefix, state))
             if saved_keys not in (set(), _STATE_KEYS[self._config.optimizer]):
                 fitting = [optimizer for optimizer, keys in _STATE_KEYS.items() if keys == saved_keys]
                 raise UserError(

@@ -369,3 +369,35 @@ def test_begin_needs_the_dtype_of_float64_features() -> None:
     pending, image, text = begun(loss_fn)
     with pytest.raises(RuntimeError, match=r"build the loss with dtype=torch\.float64"):
         loss_fn(image, text, pending=pending)
+
+
+def test_a_loaded_state_ends_the_batch_that_has_begun() -> None:
+    loss_fn = loss_of("fastclip_v3", undo=True, dtype=torch.float64)
+    image, text, index = features(0)
+    loss_fn(image, text, index)
+    saved = loss_fn.state_dict()
+    loss_fn.begin(index)
+    loss_fn.load_state_dict(saved)
+    with pytest.raises(RuntimeError, match="no training call to revert"):
+        loss_fn.undo()
+    loss_fn(image, text, index)
+
+
+def test_features_of_another_width_are_refused() -> None:
+    loss_fn = loss_of("openclip", dtype=torch.float64)
+    image, text, index = features(0)
+    pending = loss_fn.begin(index)
+    send(pending, image[:, :3], text[:, :3])
+    with pytest.raises(RuntimeError, match="built with dim=6"):
+        loss_fn(image[:, :3], text[:, :3], pending=pending)
+
+
+@pytest.mark.parametrize(
+    ("method", "name"), [("siglip", "reference"), ("tuneclip", "reference"), ("openclip", "techer")]
+)
+def test_stored_features_that_the_loss_cannot_use_cannot_be_added(method: str, name: str) -> None:
+    loss_fn = loss_of(method, dtype=torch.float64)
+    image, text, index = features(0)
+    pending = loss_fn.begin(index)
+    with pytest.raises(ValueError, match=f"cannot use stored features of '{name}'"):
+        pending.add_stored(name, image, text)

@@ -236,6 +236,9 @@ MISUSE: list[tuple[dict[str, Any], str]] = [
     ({"index": torch.tensor([0, 1, 2, -1])}, "index -1 is outside"),
     ({"index": torch.arange(3)}, r"index has dtype torch.int64 and shape \(3,\), but must be"),
     ({"index": torch.arange(4.0)}, "index has dtype torch.float32"),
+    ({"index": torch.tensor([0, 1, 2, 2000], dtype=torch.uint16)}, "index 2000 is outside"),
+    ({"teacher": [torch.eye(4)]}, "teacher has 1 elements, but must be two"),
+    ({"reference": torch.eye(4)}, "reference has type Tensor, but must be two"),
     ({"index": [0, 1, 2, 3]}, r"index has type list, but must be a tensor: pass torch.as_tensor\(index\)"),
     ({"index": torch.arange(4).numpy()}, "index has type ndarray, but must be a tensor"),
     ({"index": None}, "fastclip_v3 needs the index of each sample: pass index"),
@@ -253,13 +256,14 @@ def test_an_invalid_argument_raises_an_error_that_names_it(wrong: dict[str, Any]
 
 def _wrong_on_one(communicator: Communicator) -> dict[str, str]:
     messages: dict[str, str] = {}
-    for wrong in ("norm", "type", "mode", "dtype", "teachers", "no teacher"):
+    for wrong in ("norm", "type", "mode", "dtype", "text dtype", "teacher dtype", "teachers", "no teacher"):
         distill: dict[str, Any] = {"temperature": [0.1, 0.2]} if wrong == "teachers" else {}
         if wrong == "no teacher":
             distill = {"features": "features/teacher"}
         loss_fn = loss_of("openclip", distill=distill)
         image: Any = torch.eye(DIM)[:4].requires_grad_()
-        text = torch.eye(DIM)[:4].to(torch.bfloat16 if wrong == "dtype" and communicator.rank == 1 else torch.float32)
+        text = torch.eye(DIM)[:4]
+        teachers = [(torch.eye(DIM)[:4], torch.eye(DIM)[:4])] * len(distill.get("temperature", "1"))
         if communicator.rank == 1:
             if wrong == "norm":
                 image = image * 2
@@ -267,12 +271,16 @@ def _wrong_on_one(communicator: Communicator) -> dict[str, str]:
                 image = image.detach().numpy()
             elif wrong == "dtype":
                 image = image.bfloat16()
+            elif wrong == "text dtype":
+                text = text.bfloat16()
+            elif wrong == "teacher dtype":
+                teachers = [(teachers[0][0], teachers[0][1].half())]
             loss_fn.train(wrong != "mode")
-        teachers = [(torch.eye(DIM)[:4], torch.eye(DIM)[:4])] * len(distill.get("temperature", "1"))
         if communicator.rank == 1 and distill:
             teachers = teachers[1:]
+        has_teacher = "teacher" in wrong
         with pytest.raises(ValueError) as caught:
-            loss_fn(image, text, torch.arange(4), teacher=teachers if distill else None)
+            loss_fn(image, text, torch.arange(4), teacher=teachers if has_teacher else None)
         messages[wrong] = str(caught.value)
     return messages
 
@@ -289,7 +297,9 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
     assert "a batch lacks the stored features" in second["no teacher"]
     for messages in (first, second):
         assert "rank 0 trains while rank 1 evaluates" in messages["mode"]
-        assert "torch.float32, torch.bfloat16" in messages["dtype"]
+        assert "image features differ between ranks: torch.float32, torch.bfloat16" in messages["dtype"]
+        assert "text features differ between ranks: torch.float32, torch.bfloat16" in messages["text dtype"]
+        assert "differ in number, width or dtype between ranks" in messages["teacher dtype"]
 
 
 @pytest.mark.parametrize(
@@ -308,6 +318,8 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
         ("openclip", {"samples": -1}, "samples=-1 must be at least 0"),
         ("openclip", {"dim": -1}, "dim=-1 must be at least 1"),
         ("openclip", {"lr": -0.1}, "lr=-0.1 must be at least 0"),
+        ("openclip", {"dtype": torch.bfloat16}, "dtype=torch.bfloat16 is not supported"),
+        ("neuclip", {"temperature": {"minimum": 0.001}}, "temperature.minimum=0.001 is below 0.003"),
     ],
 )
 def test_options_that_the_loss_cannot_use_are_refused(method: str, changes: dict[str, Any], message: str) -> None:
@@ -359,10 +371,37 @@ def test_load_refuses_a_folder_whose_last_save_was_interrupted(tmp_path: Path, m
     loss_fn = loss_of("sogclr")
     loss_fn.save(tmp_path)
     monkeypatch.setattr(TensorFile, "write", fail)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(UserError, match="no space left"):
         loss_fn.save(tmp_path)
     with pytest.raises(UserError, match="is missing"):
         loss_fn.load(tmp_path)
+
+
+def _save_to_a_file(communicator: Communicator, file: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        loss_of("sogclr").save(file)
+    return str(caught.value)
+
+
+def test_save_fails_on_all_ranks_if_the_folder_cannot_be_written(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for message in run_ranks(2, _save_to_a_file, file):
+        assert f"cannot be saved in {file}" in message
+
+
+@pytest.mark.parametrize("through", ["save", "state_dict"])
+def test_a_loaded_loss_continues_in_the_same_epoch_if_epochs_have_another_length(through: str, tmp_path: Path) -> None:
+    saved = loss_of("fastclip_v3", steps_per_epoch=4)
+    loaded = loss_of("fastclip_v3", steps_per_epoch=2)
+    for number in range(6):  # 1.5 epochs
+        saved(*features(number))
+    if through == "save":
+        saved.save(tmp_path)
+        loaded.load(tmp_path)
+    else:
+        loaded.load_state_dict(saved.state_dict())
+    assert state_of(loaded)["calls"] == 3
 
 
 @pytest.mark.parametrize(
@@ -424,7 +463,9 @@ def test_a_step_that_the_scaler_skips_leaves_no_trace(name: str, cause: str) -> 
     assert all(p.isfinite().all() for p in tower.parameters())
 
 
-def test_an_evaluation_before_the_scaler_is_updated_does_not_prevent_the_undo() -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_an_evaluation_before_the_scaler_is_updated_does_not_prevent_the_undo(dtype: torch.dtype) -> None:
+    """For features in float32, the loss is built again, with the state of the loss in float64."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     loss_fn = loss_of("fastclip_v3", scaler=scaler)
     image, text, index = features(0)
@@ -434,13 +475,57 @@ def test_an_evaluation_before_the_scaler_is_updated_does_not_prevent_the_undo() 
     optimizer = torch.optim.SGD([parameter], 0.1)
     loss = loss_fn(image, text, index)
     scaler.scale(loss + parameter * torch.inf).backward()
-    loss_fn.eval()(image, text)
+    loss_fn.eval()(image.detach().to(dtype), text.detach().to(dtype))
     loss_fn.train()
     scaler.step(optimizer)
     scaler.update()
     after = state_of(loss_fn)
     assert (before.pop("calls"), after.pop("calls")) == (1, 2)
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    torch.testing.assert_close(after, before, rtol=1e-6, atol=0, check_dtype=False)
+
+
+def test_the_temperature_after_a_skipped_step_is_that_before_it() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    loss_fn = loss_of("fastclip_v3", scaler=scaler)
+    image, text, index = features(0)
+    loss_fn(image, text, index)
+    before = loss_fn.temperature
+    parameter = torch.nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([parameter], 0.1)
+    scaler.scale(loss_fn(image * torch.nan, text, index) + parameter * torch.inf).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert loss_fn.temperature == before
+
+
+def test_a_disabled_scaler_counts_as_none() -> None:
+    loss_fn = loss_of("fastclip_v3", scaler=torch.amp.GradScaler("cpu", enabled=False))
+    image, text, index = features(0)
+    loss_fn(image, text, index)
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        loss_fn(image * torch.nan, text, index)
+    with pytest.raises(RuntimeError, match="no training call to revert"):
+        loss_fn.undo()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"), [("openclip", {}), ("neuclip", {"npn": {"network": "mlp", "alpha_grad": "full"}})]
+)
+def test_evaluation_in_inference_mode_equals_evaluation_without_gradients(name: str, changes: dict[str, Any]) -> None:
+    loss_fn = loss_of(name, **changes)
+    loss_fn(*features(0))
+    loss_fn.eval()
+    expected = loss_fn(*features(1))
+    with torch.inference_mode():
+        image, text, index = features(1)
+        found = loss_fn(image.detach().clone(), text.detach().clone(), index)
+    assert torch.equal(found, expected.detach())
+
+
+def test_an_evaluation_without_index_needs_the_spare_row() -> None:
+    loss_fn = loss_of("sogclr", spare_row=False).eval()
+    with pytest.raises(ValueError, match="pass index"):
+        loss_fn(*features(0)[:2])
 
 
 def test_micro_batches_without_a_mask_are_valid() -> None:

@@ -130,6 +130,17 @@ def test_a_function_that_is_not_registered_is_a_loss() -> None:
     torch.testing.assert_close(image.grad, (image.detach() - text) / 2)
 
 
+def test_a_function_is_evaluated_in_inference_mode_and_must_depend_on_the_features() -> None:
+    image, text, _ = features(0, rows=4)
+    by_distance = ContrastiveLoss(autograd_loss(lambda image, text, index: (image - text).norm()), dim=DIM).eval()
+    expected = by_distance(image, text)
+    with torch.inference_mode():
+        found = by_distance(image.detach().clone(), text.detach().clone())
+    assert torch.equal(found, expected)
+    with pytest.raises(TypeError, match="must depend on the features"):
+        ContrastiveLoss(autograd_loss(lambda image, text, index: torch.tensor(1.0)), dim=DIM)(image, text)
+
+
 def test_options_of_a_registered_loss_are_a_section_of_the_config(plugins: None) -> None:
     tree = {"objective": {"method": "margin", "margin": {"margin": 0.3}}}
     config = Config.model_validate(tree)

@@ -71,10 +71,10 @@ class Results:
     log_g: Tensor  # (2, B)
     image: Tensor  # (B, d)
     text: Tensor  # (B, d)
-    mean_logit: Tensor  # (2, B), or 0-dim if all anchors share tau
+    weighted_logits: Tensor  # (2, B), or 0-dim if all anchors share tau
 
     def tensors(self) -> list[Tensor]:
-        return [self.log_g, self.image, self.text, self.mean_logit]
+        return [self.log_g, self.image, self.text, self.weighted_logits]
 
 
 def closed_form(
@@ -95,12 +95,12 @@ def closed_form(
         similarities = pair_similarities(PairGrid(gathered, shape.columns, budget), pair_loss, tau)
         log_g.append(similarities.log_mean_exp())
         gradients.append(similarities.gradient(log_weight))
-    mean_logits = [gradient.mean_logit for gradient in gradients]
+    weighted_logits = [gradient.weighted_logits for gradient in gradients]
     return Results(
         log_g=torch.cat(log_g, dim=1),
         image=torch.cat([gradient.image for gradient in gradients]),
         text=torch.cat([gradient.text for gradient in gradients]),
-        mean_logit=torch.cat(mean_logits, dim=1) if tau.ndim else torch.stack(mean_logits).sum(),
+        weighted_logits=torch.cat(weighted_logits, dim=1) if tau.ndim else torch.stack(weighted_logits).sum(),
     )
 
 
@@ -118,8 +118,8 @@ def by_autograd(
         log_weight = -log_g.detach()
     loss = (log_weight + log_g).exp().mean(1).sum()
     grad_image, grad_text, grad_tau = torch.autograd.grad(loss, (image, text, tau))
-    mean_logit = -size * tau.detach() * grad_tau
-    return Results(log_g=log_g.detach(), image=grad_image, text=grad_text, mean_logit=mean_logit), log_weight
+    weighted_logits = -size * tau.detach() * grad_tau
+    return Results(log_g=log_g.detach(), image=grad_image, text=grad_text, weighted_logits=weighted_logits), log_weight
 
 
 def assert_close(results: Results, expected: Results, limit: float) -> None:
@@ -291,10 +291,10 @@ def rank_results(communicator: Communicator) -> dict[str, list[Tensor]]:
         log_g = similarities.log_mean_exp()
         gradient = similarities.gradient(gathered.gather(-log_g, "normalizer"))
         results[name] = [log_g.T, gradient.image, gradient.text]
-        if gradient.mean_logit.ndim:
-            results[name].append(gradient.mean_logit.T)
+        if gradient.weighted_logits.ndim:
+            results[name].append(gradient.weighted_logits.T)
         else:
-            results[name].append(communicator.all_reduce(gradient.mean_logit[None], "scalars"))
+            results[name].append(communicator.all_reduce(gradient.weighted_logits[None], "scalars"))
     return results
 
 
@@ -335,7 +335,7 @@ def assert_compiled_equals_uncompiled(
         similarities = pair_similarities(PairGrid(gathered, columns, UNLIMITED), pair_loss, tau)
         log_g = similarities.log_mean_exp()
         gradient = similarities.gradient(log_weight)
-        results.append([log_g, gradient.image, gradient.text, gradient.mean_logit])
+        results.append([log_g, gradient.image, gradient.text, gradient.weighted_logits])
     for exact, value in zip(*results, strict=True):
         assert relative_error(value, exact) < 1e-12
 
@@ -415,11 +415,11 @@ def test_a_gpu_is_never_waited_for(compiles: bool, fresh_compiler: None, monkeyp
             log_g = similarities.log_mean_exp()
             gradient = similarities.gradient(torch.zeros(2, size, device=DEVICE))
             assert not gpu.syncs
-            results = (log_g, gradient.image, gradient.text, gradient.mean_logit)
+            results = (log_g, gradient.image, gradient.text, gradient.weighted_logits)
             assert {x.device for x in results} == {DEVICE}
             assert log_g.shape == (2, 12)
             assert gradient.image.shape == gradient.text.shape == (12, DIM)
-            assert gradient.mean_logit.shape == ((2, 12) if shape else ())
+            assert gradient.weighted_logits.shape == ((2, 12) if shape else ())
 
 
 @pytest.mark.parametrize(("rows", "compiles"), [(5000, False), (6000, True), (20000, True)])
