@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -146,7 +147,17 @@ class MicroBatches:
         return outputs, gradients
 
 
-class TwoPass(MicroBatches):
+@dataclass(frozen=True, kw_only=True)
+class _Added:
+    """What `TwoPass.add` stores of a micro-batch, in addition to its features."""
+
+    rows: slice  # among the rows of the whole batch
+    index: Tensor | None
+    valid: Tensor
+    stored: StoredBatch
+
+
+class TwoPass:
     """Two passes over micro-batches: the first collects features for the loss, and the second backpropagates.
 
     `ContrastiveLoss.accumulate` yields this object. Both passes draw the same random numbers, so dropout masks match. A
@@ -154,15 +165,22 @@ class TwoPass(MicroBatches):
     """
 
     def __init__(self, loss_fn: ContrastiveLoss, model: nn.Module | None, scale: float | GradScaler) -> None:
-        super().__init__([] if model is None else batch_norms(model))
+        self._passes = MicroBatches([] if model is None else batch_norms(model))
         self._loss_fn = loss_fn
         self._model = model
         self._scale = scale
-        self._indices: list[Tensor | None] = []
-        self._valid: list[Tensor] = []
-        self._stored: list[StoredBatch] = []
-        self._ends: list[int] = []  # rows up to the end of each micro-batch
+        self._begun = 0  # micro-batches of the first pass, including one that has not been added yet
+        self._added: list[_Added] = []
         self._first_pass: tuple[Tensor, Tensor] | None = None  # the features, once the loss is computed
+        self._done = 0  # micro-batches of the second pass
+        self._backpropagated_rows = 0
+
+    @contextmanager
+    def features(self) -> Iterator[None]:
+        """Run each micro-batch of the first pass in this context, and pass its features to `add`."""
+        self._begun += 1
+        with self._passes.features():
+            yield
 
     def add(
         self,
@@ -179,27 +197,27 @@ class TwoPass(MicroBatches):
         Pass `index`, `reference` and `teacher` with every micro-batch, or with none; otherwise, `loss` raises
         `RuntimeError`.
         """
-        super().add(image_features, text_features)
-        self._indices.append(index)
-        valid = all_valid(len(image_features)) if valid is None else valid
-        self._valid.append(valid.cpu())
-        self._stored.append(StoredBatch.of(reference, teacher))
-        self._ends.append(sum(len(image) for image, _ in self._features))
-        self._require(len(self._random_states) == len(self._ends) and self._first_pass is None)
+        self._require(self._first_pass is None and len(self._added) + 1 == self._begun)
+        start = self._added[-1].rows.stop if self._added else 0
+        count = len(image_features)
+        valid = all_valid(count) if valid is None else valid
+        stored = StoredBatch.of(reference, teacher)
+        self._added.append(_Added(rows=slice(start, start + count), index=index, valid=valid.cpu(), stored=stored))
+        self._passes.add(image_features, text_features)
 
     def loss(self) -> Tensor:
         """Return the whole batch's 0-dim loss, detached, and compute its gradients with respect to the features.
 
         Also raises the exceptions of `ContrastiveLoss.forward`.
         """
-        self._require(self._first_pass is None and 0 < len(self._ends) == len(self._random_states))
-        indices = [index for index in self._indices if index is not None]
-        if indices and len(indices) < len(self._indices):
+        self._require(self._first_pass is None and 0 < len(self._added) == self._begun)
+        indices = [micro_batch.index for micro_batch in self._added if micro_batch.index is not None]
+        if indices and len(indices) < len(self._added):
             raise RuntimeError("accumulate(): pass index with every micro-batch, or with none.")
         index = torch.cat(indices) if indices else None
-        valid = torch.cat(self._valid)
-        stored = StoredBatch.concatenated(self._stored)
-        image, text = self.concatenated_features()
+        valid = torch.cat([micro_batch.valid for micro_batch in self._added])
+        stored = StoredBatch.concatenated([micro_batch.stored for micro_batch in self._added])
+        image, text = self._passes.concatenated_features()
         self._first_pass = image, text
         with torch.enable_grad():
             image = image.detach().requires_grad_()
@@ -207,7 +225,7 @@ class TwoPass(MicroBatches):
             loss = self._loss_fn(image, text, index, valid, reference=stored.reference, teacher=stored.teachers or None)
             self._scaled(loss).backward()
         assert image.grad is not None and text.grad is not None
-        self.set_feature_gradients(image.grad, text.grad)
+        self._passes.set_feature_gradients(image.grad, text.grad)
         return loss.detach()
 
     def _scaled(self, loss: Tensor) -> Tensor:
@@ -215,7 +233,8 @@ class TwoPass(MicroBatches):
             scaled: Tensor = self._scale.scale(loss)
             return scaled
         if self._loss_fn.scaler is not None:
-            self._loss_fn.scaler.scale(loss.detach())  # creates the scale, which does not exist before its first use
+            # a GradScaler creates its scale in its first call of `scale`, whose result is not used here
+            self._loss_fn.scaler.scale(loss.detach())
         return loss * self._scale
 
     @contextmanager
@@ -226,26 +245,34 @@ class TwoPass(MicroBatches):
         `no_sync` or FSDP2's `set_requires_gradient_sync`. Without the model, or with DDP's static graph, they are
         reduced in each micro-batch.
         """
-        self._require(self._micro_batch < len(self._ends) and self._first_pass is not None)
-        with _without_reduction(self._model, self.is_last), super().gradients():
+        self._require(self._first_pass is not None and self._done < len(self._added))
+        is_last = self._done + 1 == len(self._added)
+        with _without_reduction(self._model, is_last), self._passes.gradients():
             yield
-            self._require(self._row == self._ends[self._micro_batch])
+            self._require(self._backpropagated_rows == self._added[self._done].rows.stop)
+        self._done += 1
 
-    def backward(self, image_features: Tensor, text_features: Tensor) -> None:
-        """Backpropagate this micro-batch's rows of the gradient; a frozen tower's features may have no graph.
+    def backward(self, image_features: Tensor | None, text_features: Tensor | None) -> None:
+        """Backpropagate this micro-batch's rows of the gradient.
+
+        A frozen tower's features may have no graph, and may be None if the tower was not run again.
 
         Raises `RuntimeError` if the number of rows differs from that in the first pass or, with `validate=True`, if the
         features differ from those of the first pass by more than rounding.
         """
-        self._require(self._first_pass is not None and self._micro_batch < len(self._ends))
-        start = self._row
-        outputs, gradients = self.trainable_outputs_and_gradients(image_features, text_features)
-        expected_start = 0 if self._micro_batch == 0 else self._ends[self._micro_batch - 1]
-        expected_end = self._ends[self._micro_batch]
-        self._require((start, self._row) == (expected_start, expected_end))
-        if self._loss_fn.validates and self._first_pass is not None:
+        if self._first_pass is None or self._done == len(self._added):
+            self._fail(_ONCE_EACH)
+        present = text_features if image_features is None else image_features
+        assert present is not None  # a model has a trained tower
+        start = self._backpropagated_rows
+        rows = slice(start, start + len(present))
+        self._require(rows == self._added[self._done].rows)
+        if self._loss_fn.validates:
             for features, first in zip((image_features, text_features), self._first_pass, strict=True):
-                self._require_same(features, first[start : self._row])
+                if features is not None:
+                    self._require_same(features, first[rows])
+        outputs, gradients = self._passes.trainable_outputs_and_gradients(image_features, text_features)
+        self._backpropagated_rows = rows.stop
         torch.autograd.backward(outputs, gradients)
 
     def finish(self) -> None:
@@ -253,12 +280,10 @@ class TwoPass(MicroBatches):
 
         `accumulate` calls this at the end of its context.
         """
-        self._require(self._first_pass is not None and self._micro_batch == len(self._ends))
+        self._require(self._first_pass is not None and self._done == len(self._added))
 
-    def _require_same(self, features: Tensor | None, first: Tensor) -> None:
+    def _require_same(self, features: Tensor, first: Tensor) -> None:
         """Raise `RuntimeError` if a micro-batch's features differ from those of the first pass."""
-        if features is None:
-            return
         distances = (features.detach() - first).norm(dim=1)
         if bool((distances > _SAME).any()):
             self._fail("pass the micro-batches in the same order again, with the model unchanged")
@@ -267,8 +292,8 @@ class TwoPass(MicroBatches):
         if not condition:
             self._fail(_ONCE_EACH)
 
-    def _fail(self, advice: str) -> None:
-        done = f"{self._micro_batch} of {counted(len(self._ends), 'micro-batch', 'micro-batches')}"
+    def _fail(self, advice: str) -> NoReturn:
+        done = f"{self._done} of {counted(len(self._added), 'micro-batch', 'micro-batches')}"
         raise RuntimeError(f"accumulate(): {advice}. The second pass has received {done} so far.")
 
 

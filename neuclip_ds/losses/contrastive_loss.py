@@ -339,10 +339,10 @@ class ContrastiveLoss(nn.Module):
         Raises:
             ValueError: with `validate=True` and without `pending`, on all ranks, any rank's arguments are invalid, any
                 rank passes stored features that the method cannot use or lacks those that the options require, the
-                number of teachers does not match `distill.temperature`, or ranks differ in training mode, in the dtype
-                of the features or in the stored features' number or width; with `validate=False`, only on the rank
-                concerned, stored features are missing, unusable, of the wrong number or of the wrong shape; or the rank
-                or the world size has changed since the first training call.
+                number of teachers does not match `distill.temperature`, or ranks differ in training mode, in the dtypes
+                of the features or in the stored features' number, width or dtype; with `validate=False`, only on the
+                rank concerned, stored features are missing, unusable, of the wrong number or of the wrong shape; or the
+                rank or the world size has changed since the first training call.
             UserError: fewer than two rows of the global batch are valid, or calls of `neuclip_queue` differ in the
                 width of their reference or in whether they pass one.
             RuntimeError: activation checkpointing repeats the call, which would update the loss's state twice;

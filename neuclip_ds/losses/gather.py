@@ -2,6 +2,18 @@
 
 The loader knows on the host which rows are valid. The hosts exchange this information while the towers run, so that
 shapes are known without waiting for the device.
+
+In each step, all ranks make these calls in the same order. A call of the loss without `begin` makes them itself
+(`ContrastiveLoss._send`).
+
+    pending = loss_fn.begin(index, valid)     starts sending the indices, from host memory to host memory
+    pending.add_text(rows), .add_image(rows)  start sending features, once for each micro-batch of a tower
+    pending.begin_reads()                     waits for the indices, and starts reading the samples' statistics
+    loss_fn(image, text, pending=pending)     calls `pending.gathered`, which waits for the features of all ranks, and
+                                              then the method's function, which waits for the statistics
+
+If the step does not need the features of other ranks (`LossFunction.gathers`), the ranks only exchange their numbers of
+valid rows.
 """
 
 from __future__ import annotations
@@ -72,10 +84,12 @@ class PendingBatch:
         self.training = training
         self._communicator = communicator
         self._comm_dtype = comm_dtype
-        self._begin_reads = begin_reads
-        self._sends_features = sends_features
+        self._start_reads = begin_reads
+        self._sends_features = sends_features  # becomes True in `gathered` if a rank has too few valid rows
         self._uses_stored = uses_stored
         self._local_index = torch.where(valid, index, -1)
+        self._index = Pending(self._local_index)  # of this rank; if features are sent, of all ranks
+        self._valid_counts: Pending | None = None  # on each rank; exchanged only if features are not sent
         self._images: list[Pending] = []
         self._texts: list[Pending] = []
         self._image_rows = 0  # of this rank, added so far
@@ -131,8 +145,8 @@ class PendingBatch:
         Call this at a fixed point of the program, when the towers have been launched. If ranks started reads whenever
         the indices had arrived, they would run the collectives in different orders.
         """
-        if self._sends_features and self._begin_reads is not None and self._statistics is None:
-            self._statistics = self._begin_reads(self._index.wait())
+        if self._sends_features and self._start_reads is not None and self._statistics is None:
+            self._statistics = self._start_reads(self._index.wait())
 
     def gathered(self, dtype: torch.dtype) -> GatheredFeatures:
         """Wait for the features, and return the features of all ranks' valid rows.
@@ -148,18 +162,27 @@ class PendingBatch:
                 f"The batch has {rows} rows, but add_text() has received {self._text_rows} rows and add_image() "
                 f"{self._image_rows}: add the features of every row once before you call the loss."
             )
-        if not self._sends_features:
+        if self._valid_counts is not None:
             counts = self._valid_counts.wait()
             if int(counts.min()) > 1:
                 return self._features_of(self._communicator.single_rank(), dtype, total=int(counts.sum()))
-            self._sends_features = True
-            self._index = self._communicator.begin_host_gather(self._local_index, "features")
-            self._texts = [self._begin_gather(piece.wait()) for piece in self._texts]
-            self._images = [self._begin_gather(piece.wait()) for piece in self._images]
-            for name, pairs in self._stored.items():
-                self._stored[name] = [self._begin_gather_again(images, texts) for images, texts in pairs]
+            self._send_kept_rows()
         self.begin_reads()
         return self._features_of(self._communicator, dtype, total=None)
+
+    def _send_kept_rows(self) -> None:
+        """Start sending the indices and features that this rank has not sent so far."""
+        self._sends_features = True
+        self._index = self._communicator.begin_host_gather(self._local_index, "features")
+        self._texts = [self._begin_gather(piece.wait()) for piece in self._texts]
+        self._images = [self._begin_gather(piece.wait()) for piece in self._images]
+        for name, pairs in self._stored.items():
+            sent: list[tuple[Pending, Pending]] = []
+            for kept_images, kept_texts in pairs:
+                images = self._begin_gather(kept_images.wait(), "stored_features")
+                texts = self._begin_gather(kept_texts.wait(), "stored_features")
+                sent.append((images, texts))
+            self._stored[name] = sent
 
     def _begin_gather(self, rows: Tensor, purpose: str = "features") -> Pending:
         # docs: gather
@@ -169,13 +192,8 @@ class PendingBatch:
         return self._communicator.begin_all_gather(sent, purpose)
         # docs: end
 
-    def _begin_gather_again(self, images: Pending, texts: Pending) -> tuple[Pending, Pending]:
-        """Start sending stored features that this rank has not sent so far."""
-        sent_images = self._begin_gather(images.wait(), "stored_features")
-        return sent_images, self._begin_gather(texts.wait(), "stored_features")
-
     def _features_of(self, communicator: Communicator, dtype: torch.dtype, total: int | None) -> GatheredFeatures:
-        padded_index = self._index.wait() if self._sends_features else self._local_index
+        padded_index = self._index.wait()
         image = self._in_rank_order(self._images, communicator.world_size)
         text = self._in_rank_order(self._texts, communicator.world_size)
         stored: dict[str, list[StoredRows]] = {}
@@ -297,21 +315,34 @@ class GatheredFeatures:
             text=text,
             comm_dtype=torch.promote_types(self.comm_dtype, reference.comm_dtype),
             width=self.width,
+            statistics=self.statistics,
         )
 
     def with_features(self, other: GatheredStored, statistics: Mapping[str, Pending] | None = None) -> GatheredFeatures:
         """Return the same rows with other features and, if given, other reads of the samples' statistics."""
-        batch = self._with(image=other.image, text=other.text, comm_dtype=other.comm_dtype, width=other.image.shape[1])
-        if statistics is not None:
-            batch.statistics = statistics
-        return batch
+        return self._with(
+            image=other.image,
+            text=other.text,
+            comm_dtype=other.comm_dtype,
+            width=other.image.shape[1],
+            statistics=self.statistics if statistics is None else statistics,
+        )
 
-    def _with(self, *, image: Tensor, text: Tensor, comm_dtype: torch.dtype, width: int) -> GatheredFeatures:
+    def _with(
+        self,
+        *,
+        image: Tensor,
+        text: Tensor,
+        comm_dtype: torch.dtype,
+        width: int,
+        statistics: Mapping[str, Pending],
+    ) -> GatheredFeatures:
         batch = copy.copy(self)
         batch.image = image
         batch.text = text
         batch.comm_dtype = comm_dtype
         batch.width = width
+        batch.statistics = statistics
         batch.__dict__.pop("positive", None)  # computed from the features that were replaced
         return batch
 
