@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -27,7 +27,7 @@ from neuclip_ds.data.training_set import TrainingSet, open_order
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment, local_ranks
 from neuclip_ds.distributed.launch import read_hostfile
-from neuclip_ds.engine.config import load_engine_config, precision, zero_stage
+from neuclip_ds.engine.config import EngineConfig, load_engine_config
 from neuclip_ds.engine.precision import resolve_comm_dtype, towers_dtype
 from neuclip_ds.errors import UserError, counted
 from neuclip_ds.evaluation.evaluator import open_held_out
@@ -64,7 +64,7 @@ def print_dry_run(
     nodes = read_hostfile(hostfile) if hostfile else {}
     world_size = sum(nodes.values()) or environment.world_size
     check_config(config, world_size)
-    engine = load_engine_config(config, world_size)
+    engine_config = load_engine_config(config, world_size)
     problems: list[UserError] = []
 
     def attempt(work: Callable[[], T]) -> T | None:
@@ -76,7 +76,7 @@ def print_dry_run(
 
     device = "cuda" if gpu_memory or torch.cuda.is_available() else "cpu"
     query = MemoryQuery(config, world_size, device=device)
-    model_lines = attempt(lambda: list(_model_lines(query, engine)))
+    model_lines = attempt(lambda: list(_model_lines(query, engine_config)))
     data = attempt(lambda: TrainingSet(config.data, lambda source: _open(config, source)))
     manifest = data.manifest if data else None
     held_out = attempt(lambda: open_held_out(config, Communicator(), CACHE, manifest))
@@ -113,12 +113,12 @@ def print_dry_run(
         stored_widths = {name: table.image_width or 0 for name, table in loss_tables(tables).items()}
         query = replace(query, stored_widths=stored_widths, samples=manifest.n if manifest else 0)
         widths = query.source.embed_dim + sum(stored_widths.values())
-        bytes_per_pair = 2 * widths * resolve_comm_dtype(config, engine).itemsize + 8
+        bytes_per_pair = 2 * widths * resolve_comm_dtype(config, engine_config).itemsize + 8
         received = (world_size - 1) * query.rank_batch * bytes_per_pair / 1e6
         lines.append(f"traffic    {received:,.2f} MB of features received per rank and step (computed)")
         if measured is not None and order:
             # each rank receives float32 gradients twice, as in an all-reduce, and the updated weights once
-            element_bytes = 2 * torch.float32.itemsize + towers_dtype(engine).itemsize
+            element_bytes = 2 * torch.float32.itemsize + towers_dtype(engine_config).itemsize
             trained = Parameters.of(query.build()).trained
             step_bytes = 1e6 * received + element_bytes * trained * (world_size - 1) / world_size
             steps = run_length(order, config.epochs, config.max_steps)
@@ -136,7 +136,7 @@ def print_dry_run(
         raise UserError("\n".join(dict.fromkeys(map(str, problems))))
 
 
-def _model_lines(query: MemoryQuery, engine: dict[str, Any]) -> Iterator[str]:
+def _model_lines(query: MemoryQuery, engine_config: EngineConfig) -> Iterator[str]:
     config = query.config
     model = query.build()
     image = Parameters.of(model.vision)
@@ -151,8 +151,8 @@ def _model_lines(query: MemoryQuery, engine: dict[str, Any]) -> Iterator[str]:
     yield f"model      {line}"
     if image.frozen or text.frozen:
         yield f"trained    {image.trained:,} + text {text.trained:,} = {image.trained + text.trained:,}"
-    kind = precision(engine).replace("fp32", "float32")
-    yield f"precision  {kind}, ZeRO {zero_stage(engine)} ({config.deepspeed})"
+    kind = engine_config.precision.replace("fp32", "float32")
+    yield f"precision  {kind}, ZeRO {engine_config.zero_stage} ({config.deepspeed})"
 
 
 def _open(config: Config, source: str) -> Manifest:
