@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode  # described in torch's docs, but without a public name
@@ -120,11 +120,13 @@ class MemoryQuery:
 
     @cached_property
     def tokenizer(self) -> ModelTokenizer:
+        own_tokenizer = self.source.own_tokenizer()
+        if own_tokenizer is not None:
+            return own_tokenizer
         text = self.config.model.text
         if text.tokenizer not in (None, CLIP_BPE):
-            return self.source.tokenizer(lambda: named_tokenizer(text))
-        stand_in: Any = StandInTokenizer(text)
-        return self.source.tokenizer(lambda: stand_in)
+            return named_tokenizer(text)
+        return cast(ModelTokenizer, StandInTokenizer(text))
 
     @cached_property
     def trunk_widths(self) -> dict[str, int]:
