@@ -312,9 +312,9 @@ def _update(rules: ZeroRules, optimizer: str, trained: int, share: int, lean_zer
         return 0
     if lean_zero1:  # no copy of gradients, but LAMB, Lion and SGD store the update of each weight
         return 0 if optimizer == "adamw" else 4 * share
-    if rules.wrapper in (Wrapper.NONE, Wrapper.BF16):  # float32 gradients are copied as they are reduced
+    if rules.wrapper in (Wrapper.NONE, Wrapper.BF16):  # gradients in float32 are copied only to be reduced
         return 4 * min(trained, rules.bucket)
-    copied = 4 * share
+    copied = 4 * share  # the masters' gradients
     return max(copied, _bucket(rules, trained)) if rules.reduces_at_end else copied
 
 
