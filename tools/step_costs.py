@@ -3,8 +3,8 @@
 There are no formulas for the losses. Instead, a loss runs on a few rows of a `SimulatedRank` at several sizes, and its
 traffic and operations are extrapolated. The size of a collective is linear in rows and prototypes and at most quadratic
 in width (collectives of a network's weights are quadratic); operations are a low-degree polynomial in rows, width and
-prototypes. A new method therefore needs no code here. DeepSpeed's collectives follow `ZeroRules`. Tests
-check that the counted collectives are exactly those of profiled steps (tests/profiling/test_profile_ranks.py).
+prototypes. A new method therefore needs no code here. DeepSpeed's collectives follow `ZeroRules`. Tests check that the
+counted collectives are exactly those of profiled steps (tests/profiling/test_profile_ranks.py).
 """
 
 from __future__ import annotations
