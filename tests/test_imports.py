@@ -18,7 +18,7 @@ PACKAGE = ROOT / "neuclip_ds"
 LAYERS: list[set[str]] = [
     {"limits"},
     {"errors"},
-    {"section", "distributed", "files"},
+    {"section", "distributed", "files", "compiler"},
     {"state"},
     {"losses"},
     {"config"},
@@ -34,7 +34,7 @@ LAYERS: list[set[str]] = [
 # package -> the only packages below it that it imports; a package that is not listed may import all of them
 IMPORTS_ONLY = {
     "distributed": {"errors", "limits"},
-    "losses": {"errors", "section", "distributed", "state"},
+    "losses": {"errors", "section", "distributed", "state", "compiler"},
 }
 # library -> the only packages that import it
 LIBRARIES = {"deepspeed": {"distributed", "engine"}, "torch.distributed": {"distributed"}}

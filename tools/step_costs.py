@@ -3,8 +3,8 @@
 There are no formulas for the losses. Instead, a loss runs on a few rows of a `SimulatedRank` at several sizes, and its
 traffic and operations are extrapolated. The size of a collective is linear in rows and prototypes and at most quadratic
 in width (collectives of a network's weights are quadratic); operations are a low-degree polynomial in rows, width and
-prototypes. A new method therefore needs no code here. DeepSpeed's collectives follow the rules in zero_rules.py. Tests
-check that the counted collectives are exactly those of profiled steps (tests/profiling/test_profile_ranks.py).
+prototypes. A new method therefore needs no code here. DeepSpeed's collectives follow `ZeroRules`. Tests check that the
+counted collectives are exactly those of profiled steps (tests/profiling/test_profile_ranks.py).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
-from zero_rules import ZeroRules
 
 from neuclip_ds.config import Config, OptimizerConfig
 from neuclip_ds.distributed.communicator import Communicator, Pending
 from neuclip_ds.engine import lean_zero1
-from neuclip_ds.engine.config import load_engine_config
+from neuclip_ds.engine.config import EngineConfig, load_engine_config
 from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.engine.start import parameter_groups
 from neuclip_ds.engine.zero import Wrapper
+from neuclip_ds.engine.zero_rules import ZeroRules
 from neuclip_ds.losses import amorlip
 from neuclip_ds.losses.base import Position
 from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
@@ -177,9 +177,9 @@ def step_work(
         UserError: the batch cannot be divided among the ranks, the DeepSpeed JSON is invalid, or a folder of stored
             features cannot be read.
     """
-    engine = load_engine_config(config, world_size)
-    rules = ZeroRules.of(engine)
-    query = _objective_query(config, engine, world_size, model.dim, build, stored_width)
+    engine_config = load_engine_config(config, world_size)
+    rules = ZeroRules.of(engine_config)
+    query = _objective_query(config, engine_config, world_size, model.dim, build, stored_width)
     image_flops = model.image.of_step(query.micro_batches, model.image_checkpointed, rules.stage)
     text_flops = model.text.of_step(query.micro_batches, model.text_checkpointed, rules.stage)
     objective = objective_work(query)
@@ -191,7 +191,7 @@ def step_work(
         updated=model.shapes.total / (world_size if rules.stage else 1),
         hooks=len(model.shapes.sizes) if rules.stage == 3 else 0,
         calls=step_calls(config, model.shapes, model.dim, world_size, build, stored_width),
-        overlaps=(rules.bucketed and bool(rules.zero["overlap_comm"])) or config.optimizer.lean_zero1,
+        overlaps=rules.overlaps or config.optimizer.lean_zero1,
         rows=query.rows,
     )
 
@@ -205,18 +205,20 @@ def step_calls(
     stored_width: int | None = None,
 ) -> list[Call]:
     """Return all collectives of a step; `shapes` and `dim` are as in `CountedModel`, the rest as in `step_work`."""
-    engine = load_engine_config(config, world_size)
-    query = _objective_query(config, engine, world_size, dim, build, stored_width)
+    engine_config = load_engine_config(config, world_size)
+    query = _objective_query(config, engine_config, world_size, dim, build, stored_width)
     calls = objective_calls(query) if world_size > 1 else []
     optimizer = config.optimizer
     return [
         *calls,
-        *engine_calls(engine, optimizer.name, shapes, world_size, query.micro_batches, lean=optimizer.lean_zero1),
+        *engine_calls(
+            engine_config, optimizer.name, shapes, world_size, query.micro_batches, lean=optimizer.lean_zero1
+        ),
     ]
 
 
 def _objective_query(
-    config: Config, engine: dict[str, Any], world_size: int, dim: int, build: LossBuilder, stored_width: int | None
+    config: Config, engine_config: EngineConfig, world_size: int, dim: int, build: LossBuilder, stored_width: int | None
 ) -> ObjectiveQuery:
     rows = config.rank_batch(world_size)
     return ObjectiveQuery(
@@ -224,7 +226,7 @@ def _objective_query(
         world_size=world_size,
         rows=rows,
         dim=dim,
-        comm_dtype=resolve_comm_dtype(config, engine),
+        comm_dtype=resolve_comm_dtype(config, engine_config),
         micro_batches=rows // config.micro_batch(world_size),
         build=build,
         stored=stored_shapes(config, stored_width) if build is build_loss else {},
@@ -460,7 +462,7 @@ class TrainedShapes(NamedTuple):
 
 
 def engine_calls(
-    engine: dict[str, Any],
+    engine_config: EngineConfig,
     optimizer: str,
     shapes: TrainedShapes,
     world_size: int,
@@ -473,13 +475,13 @@ def engine_calls(
     """
     if world_size == 1:
         return []
-    rules = ZeroRules.of(engine)
+    rules = ZeroRules.of(engine_config)
     if lean:
         reductions = _lean_reductions(shapes, world_size)
         norms: Iterable[Call] = [Call(purpose="norm and overflow", op="all_reduce", size=_FLOAT_BYTES)]
     else:
         reductions = _reductions(rules, shapes, world_size, micro_batches)
-        norms = _norms(rules, shapes, world_size, clips=engine.get("gradient_clipping", 0) > 0)
+        norms = _norms(rules, shapes, world_size, clips=engine_config.options.gradient_clipping > 0)
     calls = [*reductions, *_gathers(rules, shapes, world_size, micro_batches), *norms]
     if optimizer == "lamb" and rules.stage:  # squared norms of matrices and updates, once per `step` on matrices
         for parts in optimizer_steps(rules, shapes.adapted, world_size):
@@ -504,7 +506,7 @@ def optimizer_steps(rules: ZeroRules, groups: Sequence[Sequence[int]], world_siz
         shard_elements = 0
         for stop, size in enumerate(group, 1):
             shard_elements += -(-size // world_size)
-            if shard_elements >= rules.zero["sub_group_size"] or stop == len(group):
+            if shard_elements >= rules.zero.sub_group_size or stop == len(group):
                 parts.append([group[start:stop]])
                 start = stop
                 shard_elements = 0
@@ -580,12 +582,12 @@ def _gathers(rules: ZeroRules, shapes: TrainedShapes, world_size: int, micro_bat
         return
     if micro_batches > 1:
         times_of_large = 3 * micro_batches
-    elif shapes.total <= int(rules.zero["stage3_max_live_parameters"]):
+    elif shapes.total <= rules.zero.stage3_max_live_parameters:
         times_of_large = 1
     else:
         times_of_large = 2
     for size in shapes.sizes:
-        is_small = size < int(rules.zero["stage3_param_persistence_threshold"])
+        is_small = size < rules.zero.stage3_param_persistence_threshold
         shard = rules.weight * _round_up(size, world_size) // world_size
         times = 1 if is_small else times_of_large
         yield Call(purpose="parameter gather", op="all_gather", size=shard, times=times)

@@ -1,8 +1,7 @@
 """Open the model of a run or checkpoint, or a pretrained model, without DeepSpeed."""
 
 import math
-from collections.abc import Callable, Mapping
-from copy import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,11 +32,11 @@ from neuclip_ds.models.source import (
     locate_on_rank_zero,
     merged,
     model_source,
-    open_resized,
+    open_model_folder,
     open_saved,
     with_sizes,
 )
-from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer, named_tokenizer
+from neuclip_ds.models.tokenizer import ModelTokenizer, named_tokenizer
 from neuclip_ds.models.towers import DualEncoder
 from neuclip_ds.models.trained_parts import TOWERS
 from neuclip_ds.models.weights_hash import weights_hash
@@ -93,7 +92,8 @@ def open_model(name: str, communicator: Communicator, average: bool = False) -> 
         )
     config = ModelConfig(pretrained=name)
     source = model_source(config, locate_on_rank_zero(config, communicator))
-    tokenizer = source.tokenizer(_no_tokenizer)
+    tokenizer = source.own_tokenizer()
+    assert tokenizer is not None  # a pretrained model has one
     model, logits = source.load(tokenizer)
     return SavedModel(
         name=name,
@@ -175,7 +175,9 @@ def open_run(checkpoint: Path) -> SavedRun:
     # checkpoints of earlier versions lack the folder if the config names a tokenizer, which is then opened by its name
     if text.tokenizer in (None, CLIP_BPE) or folder.is_dir():
         text = text.model_copy(update={"tokenizer": str(folder)})
-    tokenizer = source.tokenizer(lambda: named_tokenizer(text))
+    tokenizer = source.own_tokenizer()
+    if tokenizer is None:
+        tokenizer = named_tokenizer(text)
     return SavedRun(config=config, source=source, initial_logits=initial_logits, tokenizer=tokenizer)
 
 
@@ -251,10 +253,12 @@ def read_start(checkpoint: Path, communicator: Communicator) -> ModelWeights:
             f"The model at model.pretrained={name} is no longer the one from which the run of {checkpoint} started: "
             f"its {difference}. Restore the original model, or omit --blend."
         )
+    tokenizer = source.own_tokenizer()
+    assert tokenizer is not None  # a pretrained model has one
     return ModelWeights(
         name=name,
         source=source,
-        tokenizer=source.tokenizer(_no_tokenizer),
+        tokenizer=tokenizer,
         weights=model.state_dict(),
         logits=logits,
     )
@@ -276,27 +280,29 @@ class RunStart(ModelSource):
     def __init__(self, config: ModelConfig, checkpoint: Path) -> None:
         self._checkpoint = checkpoint
         saved = load_saved(checkpoint / "config.yaml").model
-        self._source, _ = open_resized(config, checkpoint / MODEL, None if saved.pretrained else saved)
+        self._source, _ = open_model_folder(config, checkpoint / MODEL, None if saved.pretrained else saved)
         self.config = self._source.config
         self.name = config.pretrained
         self.preprocessing = self._source.preprocessing
         self.embed_dim = self._source.embed_dim
 
-    def tokenizer(self, new_tokenizer: Callable[[], CaptionTokenizer] | None = None) -> ModelTokenizer:
-        return self._source.tokenizer(_no_tokenizer)
+    def own_tokenizer(self) -> ModelTokenizer:
+        tokenizer = self._source.own_tokenizer()
+        assert tokenizer is not None  # each run saves its tokenizer
+        return tokenizer
 
     def build(self, tokenizer: ModelTokenizer) -> DualEncoder:
         return self._source.build(tokenizer)
 
     def load(self, tokenizer: ModelTokenizer) -> LoadedModel:
         result = read_result(self._checkpoint)
-        source, config = self._source, self.config
+        source = self._source
+        config = self.config
         if config.lora.rank:  # adapters are added to the loaded weights
             trained: dict[str, Any] = {}
             for name in TOWERS:
                 trained[name] = getattr(config, name).model_copy(update={"trainable": config.trained(name)})
-            source = copy(source)
-            source.config = config.model_copy(update={**trained, "lora": LoraConfig()})
+            source = source.with_config(config.model_copy(update={**trained, "lora": LoraConfig()}))
         model = source.build(tokenizer)
         expected = model.state_dict()
         weights = resample_positions(result.weights, expected)
@@ -372,7 +378,3 @@ def _final_logits(state: Mapping[str, Tensor], config: Config, initial: LogitPar
     elif config.model.pretrained:
         bias = initial.bias
     return LogitParameters(temperature, bias)
-
-
-def _no_tokenizer() -> CaptionTokenizer:
-    raise AssertionError("a pretrained model has its own tokenizer")

@@ -67,9 +67,9 @@ def write_inspection(options: argparse.Namespace, config: Config) -> None:
             f"None of the {inspection.read:,} samples read can be used: {causes}. Check the data and data.captions."
         )
     source = model_source(config.model, locate_model(config.model, weights=False))
-    tokenizer = source.tokenizer(
-        lambda: new_tokenizer(config.model.text, iter_captions(manifest, options.samples, captions, cache))
-    )
+    tokenizer = source.own_tokenizer()
+    if tokenizer is None:
+        tokenizer = new_tokenizer(config.model.text, iter_captions(manifest, options.samples, captions, cache))
     lengths = caption_lengths(inspection.captions, tokenizer, tokenizer.context_length)
     warnings = [
         *size_warnings(config.data.batch_size, manifest.n_used),

@@ -189,9 +189,9 @@ def open_training_data(
     whole = EvalTransform.of(preprocessing, decode)
     crop = train_transform(preprocessing.size, data.crop_scale, decode, whole)
     transform = augmented(crop, data.augment, preprocessing.mean)
-    tokenizer = source.tokenizer(
-        lambda: _create_tokenizer(config.model.text, manifest, loading, communicator, staged, resumed)
-    )
+    tokenizer = source.own_tokenizer()
+    if tokenizer is None:
+        tokenizer = _create_tokenizer(config.model.text, manifest, loading, communicator, staged, resumed)
 
     if communicator.rank == 0 and meta is None:
         for warning in size_warnings(data.batch_size, manifest.n_used):

@@ -5,21 +5,28 @@ If the JSON file also sets batch sizes or clipping, the value must equal the rec
 `optimizer` and `scheduler` are rejected.
 """
 
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from neuclip_ds.config import Config
 from neuclip_ds.errors import UserError
 from neuclip_ds.section import read_options
 
+FOLDER = Path(__file__).parents[1] / "ds_configs"
+_FLOAT32 = ("fp32", "float32", "float", "torch.float32")  # DeepSpeed's names of the dtype
+_MAX_SUMMED_IN_BF16 = 4  # maximum number of micro-batches whose gradients may be summed in bf16
+DEEPSPEED = "0.19.8"  # version whose private fields and gradients are tested; the same as in requirements.txt
+_Size = Annotated[int, Field(strict=False)]  # number of elements; like DeepSpeed, accepts 5e8
+
 
 class _Section(BaseModel):
-    """A section of DeepSpeed's JSON: the keys that this package reads, with their types."""
+    """A section of DeepSpeed's JSON: the keys that this package reads, with their types and DeepSpeed's defaults."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, frozen=True)
 
 
 class _Precision(_Section):
@@ -29,19 +36,38 @@ class _Precision(_Section):
     bf16_master_weights_and_grads: bool = False
 
 
+class _DataTypes(_Section):
+    grad_accum_dtype: str | None = None  # None stands for the weights' dtype
+
+
 class _Offload(_Section):
-    device: Literal["none", "cpu", "nvme"] | None = None
+    device: Literal["none", "cpu", "nvme"] = "none"
     ratio: float = 1
 
 
-class _Zero(_Section):
+class ZeroOptions(_Section):
+    """The section `zero_optimization`."""
+
     stage: Literal[0, 1, 2, 3] = 0
     compute_grad_norm: bool = True
+    overlap_comm: bool | None = Field(None, strict=False)  # None stands for true in stage 3 and false in other stages
+    reduce_bucket_size: _Size = 500_000_000
+    sub_group_size: _Size = 1_000_000_000
+    stage3_max_live_parameters: _Size = 1_000_000_000
+    stage3_param_persistence_threshold: _Size = 100_000
     offload_optimizer: _Offload | None = None
     offload_param: _Offload | None = None
     cpu_offload: bool | None = None
     cpu_offload_param: bool | None = None
     cpu_offload_use_pin_memory: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _auto_is_default(cls, section: Any) -> Any:
+        """Omit options that are "auto", for which DeepSpeed uses its defaults; a stage of "auto" is refused."""
+        if not isinstance(section, dict):
+            return section
+        return {key: value for key, value in section.items() if value != "auto" or key == "stage"}
 
     def old_offload_options(self) -> list[str]:
         """Return the names of DeepSpeed's deprecated offload options that are set."""
@@ -49,30 +75,70 @@ class _Zero(_Section):
         return [name for name in names if getattr(self, name)]
 
 
-class _Engine(_Section):
+class EngineOptions(_Section):
+    """The options of a DeepSpeed config that this package reads."""
+
     steps_per_print: int | None = None
+    gradient_clipping: float = 0
     prescale_gradients: bool = False
     gradient_predivide_factor: float = 1
+    communication_data_type: str | None = None  # None stands for the weights' dtype
+    data_types: _DataTypes = _DataTypes()
     bf16: _Precision = _Precision()
     fp16: _Precision = _Precision()
-    zero_optimization: _Zero = _Zero()
+    zero_optimization: ZeroOptions = ZeroOptions()
     zero_force_ds_cpu_optimizer: bool = True
 
 
-FOLDER = Path(__file__).parents[1] / "ds_configs"
-_FLOAT32 = ("fp32", "float32", "float")  # DeepSpeed's names
-_MAX_SUMMED_IN_BF16 = 4  # maximum number of micro-batches whose gradients may be summed in bf16
-DEEPSPEED = "0.19.8"  # version whose private fields and gradients are tested; the same as in requirements.txt
+@dataclass(frozen=True)
+class EngineConfig:
+    """A run's DeepSpeed config.
+
+    Attributes:
+        options: the options that this package reads.
+        json: the whole config, for `deepspeed.initialize`.
+    """
+
+    options: EngineOptions
+    json: dict[str, Any]
+
+    @property
+    def precision(self) -> Literal["fp32", "bf16"]:
+        """Precision in which the towers run."""
+        return "bf16" if self.options.bf16.enabled else "fp32"
+
+    @property
+    def zero_stage(self) -> int:
+        """The ZeRO stage, or 0 without ZeRO."""
+        return self.options.zero_optimization.stage
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the optimizer's state is offloaded from the GPU."""
+        offload = self.options.zero_optimization.offload_optimizer
+        return offload is not None and offload.device != "none"
+
+    @property
+    def accumulates_in_float32(self) -> bool:
+        """Whether micro-batch gradients are summed in float32; without ZeRO, the sum has the weights' dtype."""
+        if self.precision == "fp32":
+            return True
+        return self.zero_stage > 0 and is_float32(self.options.data_types.grad_accum_dtype)
 
 
-def load_engine_config(config: Config, world_size: int) -> dict[str, Any]:
+def is_float32(dtype: str | None) -> bool:
+    """Return whether an option names float32, by any of DeepSpeed's names; false for None."""
+    return dtype is not None and dtype.lower() in _FLOAT32
+
+
+def load_engine_config(config: Config, world_size: int) -> EngineConfig:
     """Return DeepSpeed's config for this run.
 
     Raises `UserError` if the installed DeepSpeed is not the tested version, if the JSON file is missing, damaged,
     unsupported or inconsistent with the recipe, or if the batch cannot be split into equal micro-batches per rank.
     """
     _require_version()
-    path, engine = read_engine_file(config.deepspeed)
+    path, file_options = read_engine_file(config.deepspeed)
     recipe_options = {
         # the engine must not average over micro-batches: the feature gradients already refer to the whole batch
         "train_micro_batch_size_per_gpu": config.rank_batch(world_size),
@@ -81,42 +147,56 @@ def load_engine_config(config: Config, world_size: int) -> dict[str, Any]:
         "gradient_clipping": config.optimizer.max_grad_norm,
     }
     for key, value in recipe_options.items():
-        if engine.get(key, "auto") not in ("auto", value):
+        if file_options.get(key, "auto") not in ("auto", value):
             raise UserError(
-                f"{path} sets {key}={engine[key]!r:.80}, but the recipe, which determines batch sizes and clipping, "
-                f'sets {value}: remove the key from the JSON, or set it to "auto".'
+                f"{path} sets {key}={file_options[key]!r:.80}, but the recipe, which determines batch sizes and "
+                f'clipping, sets {value}: remove the key from the JSON, or set it to "auto".'
             )
-    _refuse_unsupported(path, engine)
+    # DeepSpeed's throughput timer waits for the whole device in each forward pass and step
+    defaults = {"timers": {"throughput": {"enabled": False}}}
+    json = {**defaults, **file_options, **recipe_options, "zero_allow_untested_optimizer": True}
+    engine_config = EngineConfig(_validated(path, json), json)
+    _refuse_unsupported(path, engine_config)
+
     micro_batches = config.rank_batch(world_size) // config.micro_batch(world_size)
-    if micro_batches > _MAX_SUMMED_IN_BF16 and not accumulates_in_float32(engine):
+    if micro_batches > _MAX_SUMMED_IN_BF16 and not engine_config.accumulates_in_float32:
         raise UserError(
-            f"With {path}, the gradients of {micro_batches} micro-batches are summed in {precision(engine)}, which "
-            "loses small gradients: use deepspeed=zero1_bf16, which sums in float32 (data_types.grad_accum_dtype), or "
-            f"raise data.micro_batch, so that a rank has at most {_MAX_SUMMED_IN_BF16} micro-batches."
+            f"With {path}, the gradients of {micro_batches} micro-batches are summed in {engine_config.precision}, "
+            "which loses small gradients: use deepspeed=zero1_bf16, which sums in float32 "
+            "(data_types.grad_accum_dtype), or raise data.micro_batch, so that a rank has at most "
+            f"{_MAX_SUMMED_IN_BF16} micro-batches."
         )
-    if zero_stage(engine) == 3 and config.model.compile in ("blocks", "towers"):
+    if engine_config.zero_stage == 3 and config.model.compile in ("blocks", "towers"):
         raise UserError(
             f"model.compile={config.model.compile} does not work with ZeRO 3 ({path}), which fetches weights inside "
             "modules: set model.compile to auto or false, or use a DeepSpeed config with a lower ZeRO stage."
         )
     if config.optimizer.lean_zero1:
-        _require_lean_zero1(path, engine)
-    # DeepSpeed's throughput timer waits for the whole device in each forward pass and step
-    defaults = {"timers": {"throughput": {"enabled": False}}}
-    return {**defaults, **engine, **recipe_options, "zero_allow_untested_optimizer": True}
+        _require_lean_zero1(path, engine_config)
+    return engine_config
 
 
-def _require_lean_zero1(path: Path, engine: dict[str, Any]) -> None:
+def _validated(path: Path, json: dict[str, Any]) -> EngineOptions:
+    """Return the options of the file at `path`, completed by the recipe; raise `UserError` if one is invalid."""
+    try:
+        return EngineOptions.model_validate(json)
+    except ValidationError as error:
+        mistake = error.errors()[0]
+        name = ".".join(map(str, mistake["loc"]))
+        raise UserError(f"{path} sets {name}={mistake['input']!r:.80}: {mistake['msg']}.") from error
+
+
+def _require_lean_zero1(path: Path, engine_config: EngineConfig) -> None:
     """Raise `UserError` unless `engine/lean_zero1.py` can replace DeepSpeed's step under this config."""
-    options = _Engine.model_validate(engine)
+    options = engine_config.options
     problem = ""
-    if precision(engine) != "bf16" or zero_stage(engine) != 1:
-        problem = f"selects ZeRO {zero_stage(engine)} in {precision(engine)}"
-    elif offloads_optimizer(engine):
+    if engine_config.precision != "bf16" or engine_config.zero_stage != 1:
+        problem = f"selects ZeRO {engine_config.zero_stage} in {engine_config.precision}"
+    elif engine_config.offloads_optimizer:
         problem = "offloads the optimizer"
-    elif not accumulates_in_float32(engine):
+    elif not engine_config.accumulates_in_float32:
         problem = "does not set data_types.grad_accum_dtype=fp32"
-    elif engine.get("communication_data_type") not in _FLOAT32:
+    elif not is_float32(options.communication_data_type):
         problem = "does not set communication_data_type=fp32"
     elif options.prescale_gradients or options.gradient_predivide_factor != 1:
         problem = "divides gradients before they are summed (prescale_gradients or gradient_predivide_factor)"
@@ -127,20 +207,6 @@ def _require_lean_zero1(path: Path, engine: dict[str, Any]) -> None:
             f"optimizer.lean_zero1 supports only ZeRO 1 in bf16 with float32 gradients, but {path} {problem}: set "
             "optimizer.lean_zero1=false, or use deepspeed=zero1_bf16."
         )
-
-
-def offloads_optimizer(engine: dict[str, Any]) -> bool:
-    """Return whether the optimizer's state is offloaded from the GPU."""
-    offload = engine.get("zero_optimization", {}).get("offload_optimizer") or {}
-    return bool(offload.get("device", "none") != "none")
-
-
-def accumulates_in_float32(engine: dict[str, Any]) -> bool:
-    """Return whether micro-batch gradients are summed in float32; without ZeRO, the sum has the weights' dtype."""
-    if precision(engine) == "fp32":
-        return True
-    dtype = engine.get("data_types", {}).get("grad_accum_dtype")
-    return bool(zero_stage(engine)) and dtype in _FLOAT32
 
 
 def _require_version() -> None:
@@ -157,69 +223,54 @@ def _require_version() -> None:
         )
 
 
-def _refuse_unsupported(path: Path, engine: dict[str, Any]) -> None:
-    try:
-        options = _Engine.model_validate(engine)
-    except ValidationError as error:
-        mistake = error.errors()[0]
-        name = ".".join(map(str, mistake["loc"]))
-        raise UserError(f"{path} sets {name}={mistake['input']!r:.80}: {mistake['msg']}.") from error
+def _refuse_unsupported(path: Path, engine_config: EngineConfig) -> None:
+    """Raise `UserError` for the first option that a run cannot use."""
+
+    def refuse(problem: str) -> NoReturn:
+        raise UserError(f"{path} {problem}.")
+
+    options = engine_config.options
     zero = options.zero_optimization
-    problems = []
     for section in ("optimizer", "scheduler"):
-        if section in engine:
-            problems.append(
+        if section in engine_config.json:
+            refuse(
                 f"contains the section {section}, but the recipe sets these options: remove the section from the JSON"
             )
     if options.fp16.enabled:
-        problems.append(
-            "enables fp16, which is not supported: use deepspeed=zero1_bf16, or zero1_fp32 on a GPU without bf16"
-        )
-    if "bfloat16" in engine:
-        problems.append("contains the section bfloat16, an old name that this project does not read: rename it to bf16")
+        refuse("enables fp16, which is not supported: use deepspeed=zero1_bf16, or zero1_fp32 on a GPU without bf16")
+    if "bfloat16" in engine_config.json:
+        refuse("contains the section bfloat16, an old name that this project does not read: rename it to bf16")
     if options.bf16.bf16_master_weights_and_grads:
-        problems.append(
+        refuse(
             "sets bf16.bf16_master_weights_and_grads, but this project keeps master weights in float32: remove this "
             "setting from the JSON"
         )
     for key in zero.old_offload_options():
-        problems.append(
+        refuse(
             f"sets zero_optimization.{key}, an old option that this project does not read: use offload_optimizer or "
             'offload_param with "device": "cpu"'
         )
     if not options.bf16.check_grad_overflow:
-        problems.append(
+        refuse(
             "turns off bf16.check_grad_overflow, without which non-finite gradients are not detected: remove this "
             "setting from the JSON"
         )
     if not zero.compute_grad_norm:
-        problems.append(
+        refuse(
             "turns off zero_optimization.compute_grad_norm, without which non-finite gradients are not detected: "
             "remove this setting from the JSON"
         )
     for key, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         if offload is not None and (offload.device == "nvme" or offload.ratio != 1):
-            problems.append(
+            refuse(
                 f"sets zero_optimization.{key} to NVMe or partial offload, which checkpoints do not support: set "
                 '"device": "cpu" without a ratio, or remove the section'
             )
-    if offloads_optimizer(engine) and options.zero_force_ds_cpu_optimizer:
-        problems.append(
+    if engine_config.offloads_optimizer and options.zero_force_ds_cpu_optimizer:
+        refuse(
             "offloads the optimizer, for which DeepSpeed by default requires its own optimizer instead of the "
             'recipe\'s: add "zero_force_ds_cpu_optimizer": false to the JSON'
         )
-    if problems:
-        raise UserError(f"{path} {problems[0]}.")
-
-
-def precision(engine: dict[str, Any]) -> Literal["fp32", "bf16"]:
-    """Return the precision in which the towers run."""
-    return "bf16" if engine.get("bf16", {}).get("enabled", False) else "fp32"
-
-
-def zero_stage(engine: dict[str, Any]) -> int:
-    """Return the ZeRO stage, or 0 without ZeRO."""
-    return int(engine.get("zero_optimization", {}).get("stage", 0))
 
 
 def read_engine_file(name: str) -> tuple[Path, dict[str, Any]]:
@@ -232,7 +283,7 @@ def read_engine_file(name: str) -> tuple[Path, dict[str, Any]]:
     if path is None:
         known = ", ".join(sorted(path.stem for path in FOLDER.glob("*.json")))
         raise UserError(f"deepspeed={name} is neither a file nor one of the names in ds_configs/: {known}.")
-    engine = read_options(path)
-    if not isinstance(engine, dict):
+    json = read_options(path)
+    if not isinstance(json, dict):
         raise UserError(f"{path} must contain a JSON object, as DeepSpeed's documentation describes.")
-    return path, engine
+    return path, json

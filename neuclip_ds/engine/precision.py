@@ -4,13 +4,12 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
 from neuclip_ds.config import Config
-from neuclip_ds.engine.config import precision
+from neuclip_ds.engine.config import EngineConfig
 from neuclip_ds.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -22,37 +21,37 @@ _LIBRARY_ALGORITHMS = {
 }
 
 
-def towers_dtype(engine: dict[str, Any]) -> torch.dtype:
+def towers_dtype(engine_config: EngineConfig) -> torch.dtype:
     """Return the dtype of the towers' weights and activations under DeepSpeed's config."""
-    return torch.bfloat16 if precision(engine) == "bf16" else torch.float32
+    return torch.bfloat16 if engine_config.precision == "bf16" else torch.float32
 
 
-def require_precision(engine: dict[str, Any], name: str) -> None:
+def require_precision(engine_config: EngineConfig, name: str) -> None:
     """Raise `UserError` if this device cannot run towers in the precision of the DeepSpeed config called `name`."""
     accelerator = get_accelerator()
     is_supported = accelerator.is_bf16_supported()
     if accelerator.device_name() == "cuda":  # DeepSpeed's accelerator counts slow emulation as support
         is_supported = torch.cuda.is_bf16_supported(including_emulation=False)
-    if precision(engine) == "bf16" and not is_supported:
+    if engine_config.precision == "bf16" and not is_supported:
         raise UserError(
             f"deepspeed={name} runs the towers in bf16, which this device ({accelerator.device_name()}) does not "
             "support: use deepspeed=zero1_fp32."
         )
 
 
-def resolve_comm_dtype(config: Config, engine: dict[str, Any]) -> torch.dtype:
+def resolve_comm_dtype(config: Config, engine_config: EngineConfig) -> torch.dtype:
     """Return the dtype in which features are sent between ranks (`objective.comm_dtype`)."""
-    comm_dtypes = {"auto": towers_dtype(engine), "bfloat16": torch.bfloat16, "float32": torch.float32}
+    comm_dtypes = {"auto": towers_dtype(engine_config), "bfloat16": torch.bfloat16, "float32": torch.float32}
     return comm_dtypes[config.objective.comm_dtype]
 
 
-def set_matmul_precision(config: Config, engine: dict[str, Any], device: torch.device) -> None:
+def set_matmul_precision(config: Config, engine_config: EngineConfig, device: torch.device) -> None:
     """Set and log the precision in which a GPU multiplies float32 matrices; do nothing on a CPU or for bf16 towers.
 
     The setting applies to the whole process until `neuclip_ds.train` ends. The loss overrides it for its own matrix
     products.
     """
-    if device.type == "cuda" and towers_dtype(engine) is torch.float32:
+    if device.type == "cuda" and towers_dtype(engine_config) is torch.float32:
         torch.backends.cuda.matmul.allow_tf32 = config.model.matmul_precision == "tf32"
         log.info("the towers compute matrix products in %s (model.matmul_precision)", config.model.matmul_precision)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from neuclip_ds.config import OptimizerConfig
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.engine.config import precision, zero_stage
+from neuclip_ds.engine.config import EngineConfig
 from neuclip_ds.engine.engine import Engine
 from neuclip_ds.engine.lamb import Lamb
 from neuclip_ds.engine.lean_zero1 import use_lean_step
@@ -28,12 +28,12 @@ from neuclip_ds.losses.batch_norm import batch_norms
 from neuclip_ds.models.trained_parts import learning_rate_scales
 
 
-def check_engine_config(engine_config: dict[str, Any], name: str) -> None:
+def check_engine_config(engine_config: EngineConfig, name: str) -> None:
     """Raise `UserError` if DeepSpeed cannot parse the config called `name`; a process group is not needed.
 
     DeepSpeed reports some conflicts between options only when the engine starts.
     """
-    one_rank = {**engine_config, "train_batch_size": engine_config["train_micro_batch_size_per_gpu"]}
+    one_rank = {**engine_config.json, "train_batch_size": engine_config.json["train_micro_batch_size_per_gpu"]}
     try:
         DeepSpeedConfig(copy.deepcopy(one_rank))
     except Exception as error:  # DeepSpeed raises errors of many types
@@ -46,7 +46,7 @@ def check_engine_config(engine_config: dict[str, Any], name: str) -> None:
 def start_engine(
     model: nn.Module,
     config: OptimizerConfig,
-    engine_config: dict[str, Any],
+    engine_config: EngineConfig,
     communicator: Communicator,
     seed: int = 0,
 ) -> Engine:
@@ -65,25 +65,25 @@ def start_engine(
     skip_unused_kernel(communicator.device)
     import_muon_uncompiled()
     share_process_group(communicator)
-    if zero_stage(engine_config) == 3:
+    if engine_config.zero_stage == 3:
         keep_frozen_unpartitioned(model, communicator)
 
     exact_weights: dict[str, Tensor] = {}  # by name; DeepSpeed creates the masters from rounded weights
-    if precision(engine_config) != "fp32":
+    if engine_config.precision != "fp32":
         for layer in batch_norms(model):
-            layer.__class__ = type(type(layer).__name__, (_Float32BatchNorm, type(layer)), {})
+            _compute_in_float32(layer)
         for name, weight in model.named_parameters():
             if weight.requires_grad:
                 exact_weights[name] = weight.detach()
 
-    deepspeed_engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=engine_config)
+    deepspeed_engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=engine_config.json)
     engine = Engine(deepspeed_engine, communicator, seed)
     for placement in engine.placements():
         if placement.name in exact_weights:
             exact = exact_weights[placement.name].flatten()
             placement.within(placement.master).copy_(exact[placement.start : placement.stop])
     optimizer.state.clear()
-    if zero_stage(engine_config):
+    if engine_config.zero_stage:
         shard_slices: defaultdict[Tensor, list[slice]] = defaultdict(list)
         for placement in engine.placements():
             shard_slices[placement.master].append(placement.elements)
@@ -92,6 +92,16 @@ def start_engine(
         if config.lean_zero1:
             use_lean_step(deepspeed_engine.optimizer, shard_slices, communicator)
     return engine
+
+
+def _compute_in_float32(layer: nn.Module) -> None:
+    """Make a batch-norm layer a `_Float32BatchNorm`, in place.
+
+    Batch norms have several classes (of torch and timm), whose forward methods must stay in use. The layer therefore
+    gets a new class, which inherits from its own.
+    """
+    own_class = type(layer)
+    layer.__class__ = type(own_class.__name__, (_Float32BatchNorm, own_class), {})
 
 
 class _Float32BatchNorm:

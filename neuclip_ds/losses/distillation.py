@@ -27,7 +27,7 @@ from torch import Tensor
 from neuclip_ds.losses.arithmetic import bounded_exp_
 from neuclip_ds.losses.gather import GatheredFeatures
 from neuclip_ds.losses.options import DistillConfig
-from neuclip_ds.losses.pairs import Block, PairGrid, PairLoss, PairSimilarities, pair_similarities
+from neuclip_ds.losses.pairs import Block, FactoredSimilarities, PairGrid, PairLoss, PairSimilarities, pair_similarities
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class _Logits:
     """The pairs of the student or a teacher, with the temperature and the normalizers of their softmaxes."""
 
     grid: PairGrid
-    similarities: PairSimilarities
+    similarities: PairSimilarities | FactoredSimilarities
     tau: Tensor
     """Temperature, 0-dim if shared by all anchors, else (2, B)"""
     log_excess: Tensor

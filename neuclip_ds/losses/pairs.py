@@ -32,7 +32,6 @@ the derivative with respect to tau; afterward, they are dropped, because these f
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -43,12 +42,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from neuclip_ds.compiler import Compiler
 from neuclip_ds.losses.arithmetic import bounded_exp_, exp_, log_sum_exp, pair_products, products_exact_for
 
 if TYPE_CHECKING:
     from neuclip_ds.losses.gather import GatheredFeatures
-
-log = logging.getLogger(__name__)
 
 IMAGE = 0
 TEXT = 1
@@ -350,7 +348,7 @@ class PairGradient(NamedTuple):
     weighted_logits: Tensor
 
 
-def pair_similarities(grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> PairSimilarities:
+def pair_similarities(grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> PairSimilarities | FactoredSimilarities:
     """Return a batch's similarities, over which the caller makes two passes: `log_mean_exp`, then `gradient`.
 
     If the similarities fit in the grid's budget, they are cached for the second pass; otherwise, they are recomputed.
@@ -574,25 +572,9 @@ def _weights(
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function with torch.compile for tensors of any size; if that fails, call the function directly.
 
-    The function must leave its arguments unchanged, because it is called with them again after a failure.
+    The function must leave its arguments unchanged. If it cannot be compiled, other functions still are.
     """
-    current = torch.compile(function, dynamic=True)
-
-    def call(*arguments: Any) -> Any:
-        nonlocal current
-        try:
-            return current(*arguments)
-        except Exception as error:  # the compiler's exceptions differ between versions
-            if current is function:
-                raise
-            log.warning(
-                "torch.compile failed, so the loss runs uncompiled and slower: %s",
-                " ".join(str(error).strip().splitlines()[:2]),  # the first may name only the compiler's backend
-            )
-            current = function
-            return call(*arguments)
-
-    return call
+    return Compiler("the loss runs uncompiled and slower").compiled(function, dynamic=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -600,53 +582,59 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class FactoredSimilarities(PairSimilarities):
+class FactoredSimilarities:
     """Similarities with l(x) = x and one temperature: exp((s_ij - s_ii)/tau) = exp(s_ij/tau - c) exp(c - s_ii/tau).
 
     It is not used with a reference model, because it requires similarities in [-1, 1]. The first factor is the same for
     both anchors of a pair and in both passes, so a pair costs one exponential. To keep this factor representable, c
-    lowers the largest possible exponent, 1/tau, to `_limit`. If significant terms would still underflow, the methods of
-    `PairSimilarities` are called; the host reads the sums to decide this.
+    lowers the largest possible exponent, 1/tau, to `_limit`. If significant terms would still underflow, the pass is
+    left to `PairSimilarities`; the host reads the sums to decide this.
     """
 
     def __init__(self, grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> None:
-        super().__init__(grid, pair_loss, tau)
+        self._grid = grid
+        self._tau = tau
+        self._exact = PairSimilarities(grid, pair_loss, tau)
+        self._divisor = grid.size - pair_loss.divisor_offset
         # leaves room for a sum of B terms and for the product with the anchor's factor
         self._limit = 0.8 * math.log(torch.finfo(tau.dtype).max)
         self._tiny = torch.finfo(tau.dtype).tiny
         self._shift = max(1 / float(tau) - self._limit, 0.0)  # c
         self._log_anchor_factor = self._shift - grid.positive / tau  # (B,)
         self._sums = grid.per_local_anchor(0.0)  # of the first factor over each local anchor's negatives
-        self._is_representable = True
+        self._is_representable = True  # whether the first pass found no underflow
+        self._exponentials: deque[Tensor] = deque()  # the blocks of the first pass, for the second pass
 
     def log_mean_exp(self) -> Tensor:
+        """Return the (2, local) log g of this rank's anchors."""
         grid = self._grid
         for block in grid.blocks():
             exponential = self._exponential(block)
             if grid.caches_similarities:
-                self._cached.append(exponential)
+                self._exponentials.append(exponential)
             for index, partner_dim in block.local_anchors:
                 self._sums[index].add_(exponential.sum(partner_dim))
         log_sums = self._sums.log()
         self._is_representable = bool((log_sums > -self._limit).all())
         if not self._is_representable:
-            self._cached.clear()
-            return super().log_mean_exp()
+            self._exponentials.clear()
+            return self._exact.log_mean_exp()
         return log_sums + self._log_anchor_factor[grid.local] - math.log(self._divisor)
 
     def gradient(self, log_weight: Tensor) -> PairGradient:
+        """Return the gradient of L for the (2, B) weights W = exp(log_weight)."""
         if not self._is_representable:
-            return super().gradient(log_weight)
+            return self._exact.gradient(log_weight)
         grid = self._grid
         log_factor = log_weight - math.log(self._divisor * grid.size) + self._log_anchor_factor
         if not float(log_factor.abs().max()) < 1.1 * self._limit:  # also if the maximum is NaN
-            self._cached.clear()
-            return super().gradient(log_weight)
+            self._exponentials.clear()
+            return self._exact.gradient(log_weight)
         factor = log_factor.exp().div_(self._tau)  # (2, B)
         (buffer,) = grid.buffers(1)
 
         def derivative(block: Block) -> Tensor:
-            exponential = self._cached.popleft() if self._cached else self._exponential(block)
+            exponential = self._exponentials.popleft() if self._exponentials else self._exponential(block)
             row_factor, column_factor = grid.select_anchors(factor, block)
             product = torch.add(row_factor, column_factor, out=block.view(buffer)).mul_(exponential)
             return torch.threshold_(product, self._tiny, 0.0)

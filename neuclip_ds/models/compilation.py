@@ -4,22 +4,19 @@ Blocks with the same structure and constants share one compiled graph, so compil
 instead of minutes per tower. Modules and parameters keep their names.
 """
 
-import logging
 import os
 import shutil
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from neuclip_ds.compiler import Compiler
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.forward import replace_forward
 from neuclip_ds.models.towers import DualEncoder
 from neuclip_ds.models.trained_parts import block_names
-
-log = logging.getLogger(__name__)
 
 Compilation = Literal["blocks", "towers", "false"]
 """Parts to compile: each block, each tower as a whole, or nothing."""
@@ -43,50 +40,6 @@ def resolve_compilation(
     return "false"
 
 
-class Compiler:
-    """Compiles functions with torch.compile at their first call; once a compiled call fails, all run uncompiled.
-
-    A copied or unpickled compiler has not compiled anything yet.
-    """
-
-    def __init__(self) -> None:
-        self._has_failed = False
-        self._compiled: dict[tuple[Callable[..., Any], bool | None], Callable[..., Any]] = {}
-
-    def __reduce__(self) -> tuple[type["Compiler"], tuple[()]]:
-        return Compiler, ()
-
-    def compiled(self, function: Callable[..., Any], dynamic: bool | None = None) -> Callable[..., Any]:
-        """Return the compiled version of `function`; equal arguments give the same version.
-
-        Args:
-            function: the function; a module among its arguments may differ from call to call. Graphs are shared between
-                modules of the same structure.
-            dynamic: as in `torch.compile`: true compiles for all sizes from the start; None does so only after a size
-                has changed, with a second compilation.
-        """
-        key = (function, dynamic)
-        if key not in self._compiled:
-            self._compiled[key] = self._with_fallback(function, dynamic)
-        return self._compiled[key]
-
-    def _with_fallback(self, function: Callable[..., Any], dynamic: bool | None) -> Callable[..., Any]:
-        compiled = torch.compile(function, dynamic=dynamic)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self._has_failed:
-                return function(*args, **kwargs)
-            try:
-                return compiled(*args, **kwargs)
-            except Exception as error:  # the compiler's exceptions differ between versions
-                self._has_failed = True
-                reason = " ".join(str(error).strip().splitlines()[:2])  # the first may name only the compiler's backend
-                log.warning("torch.compile failed, so the towers run uncompiled and slower: %s", reason)
-            return function(*args, **kwargs)
-
-        return call
-
-
 def compile_towers(model: DualEncoder, compilation: Compilation) -> None:
     """Set up both towers, in place, to be compiled at their first call; call this after all other module changes.
 
@@ -102,7 +55,7 @@ def compile_towers(model: DualEncoder, compilation: Compilation) -> None:
     # on a CPU, attention is called once for each length that occurs in a batch, which interrupts compiled code
     if compilation != "false" and model.text.packed == "auto":
         model.text.packed = False
-    compiler = Compiler()
+    compiler = Compiler("the towers run uncompiled and slower")
     if compilation == "towers":
         for tower in (model.vision, model.text):
             replace_forward(tower, compiler.compiled)

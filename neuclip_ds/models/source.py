@@ -6,8 +6,7 @@ Code that reads or writes other libraries' models is imported only when used, be
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
-from copy import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -75,12 +74,12 @@ class FromConfig(ModelSource):
         self.preprocessing = Preprocessing(size=config.vision.resolved_image_size(), mean=mean, std=std, squash=squash)
         self.embed_dim = config.embed_dim
 
-    def tokenizer(self, new_tokenizer: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
+    def own_tokenizer(self) -> ModelTokenizer | None:
         if self._text is not None:
             return self._text.tokenizer()
         if self._tokenizer is not None:
             return CaptionTokenizer.load(self._tokenizer, self.config.text.resolved_context_length())
-        return new_tokenizer()
+        return None
 
     def build(self, tokenizer: ModelTokenizer, weights: bool = False) -> DualEncoder:
         image_weights = None
@@ -89,7 +88,7 @@ class FromConfig(ModelSource):
         if self._text is not None:
             text = self._text.build(self.config.embed_dim, weights)
             return build_dual_encoder(self.config, None, image_weights, text)
-        caption_tokenizer = cast(CaptionTokenizer, tokenizer)  # from `tokenizer` above
+        caption_tokenizer = cast(CaptionTokenizer, tokenizer)  # new, or from `own_tokenizer`
         return build_dual_encoder(self.config, caption_tokenizer, image_weights)
 
     def load(self, tokenizer: ModelTokenizer) -> LoadedModel:
@@ -193,9 +192,8 @@ def merged(
     model = source.build(tokenizer)
     model.load_state_dict(weights)
     merge_adapters(model)
-    source_without_adapters = copy(source)
-    source_without_adapters.config = source.config.model_copy(update={"lora": LoraConfig()})
-    return source_without_adapters, model.state_dict()
+    config_without_adapters = source.config.model_copy(update={"lora": LoraConfig()})
+    return source.with_config(config_without_adapters), model.state_dict()
 
 
 def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, LogitParameters]:
@@ -206,7 +204,7 @@ def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, LogitPar
     """
     if config.pretrained:
         config = with_sizes(config, None, None)
-    return open_resized(config, folder)
+    return open_model_folder(config, folder)
 
 
 def with_sizes(config: ModelConfig, image_size: int | None, context_length: int | None) -> ModelConfig:
@@ -240,7 +238,7 @@ def with_architecture(config: ModelConfig, architecture: ModelConfig) -> ModelCo
     return config.model_copy(update={"vision": vision, "text": text, "embed_dim": architecture.embed_dim})
 
 
-def open_resized(
+def open_model_folder(
     config: ModelConfig, folder: Path, architecture: ModelConfig | None = None
 ) -> tuple[ModelSource, LogitParameters]:
     """Open a saved run's model source with the image size and the context length of the config, if they are set.
@@ -258,16 +256,10 @@ def open_resized(
     """
     start = read_json(folder / START_FILE)
     logits = LogitParameters(**start["logits"])
-    tokenizer: Path | str | None = None
-    if architecture is not None:
-        tokenizer = folder.parent / TOKENIZER
-    elif config.pretrained and (folder / ARCHITECTURE).is_file():
-        tree = without_replaced({"model": read_json(folder / ARCHITECTURE)})
-        architecture = ModelConfig.model_validate(tree["model"])
-        tokenizer = folder / TOKENIZER
-    if architecture is not None:
-        config = with_architecture(config, architecture)
-    elif config.pretrained:
+    earlier = _earlier_run(config, folder, architecture)
+    if earlier is not None:
+        config = with_architecture(config, earlier.architecture)
+    elif config.pretrained:  # a checkpoint of a library, whose small files are in the folder
         saved_config = config.model_copy(update={"pretrained": str(folder)})
         return model_source(config, locate_model(saved_config, weights=False)), logits
     preprocessing = start["preprocessing"]
@@ -275,6 +267,29 @@ def open_resized(
     std = tuple(preprocessing["std"])
     statistics = ImageWeights(path="", mean=mean, std=std, squash=preprocessing["squash"])
     text = _text_encoder(config, folder / TEXT_ENCODER) if config.text.pretrained else None
-    if isinstance(tokenizer, Path) and not tokenizer.is_dir():
-        tokenizer = config.text.tokenizer  # earlier versions did not copy it; None for a pretrained text encoder
+    tokenizer: Path | str | None = None
+    if earlier is not None:
+        # earlier versions did not copy the tokenizer if the config names it; a pretrained text encoder has its own
+        tokenizer = earlier.tokenizer if earlier.tokenizer.is_dir() else config.text.tokenizer
     return FromConfig(config, statistics, text, tokenizer), logits
+
+
+class _EarlierRun(NamedTuple):
+    """A run whose model was built from its config, and from whose weights another run started."""
+
+    architecture: ModelConfig  # its model config
+    tokenizer: Path  # folder of its tokenizer, which may be missing
+
+
+def _earlier_run(config: ModelConfig, folder: Path, architecture: ModelConfig | None) -> _EarlierRun | None:
+    """Return the earlier run whose config describes the model that `open_model_folder` opens.
+
+    It is None if `config` itself describes the model, or if the model is that of a library's checkpoint. The arguments
+    are those of `open_model_folder`.
+    """
+    if architecture is not None:  # `folder` belongs to the earlier run
+        return _EarlierRun(architecture, folder.parent / TOKENIZER)
+    if config.pretrained and (folder / ARCHITECTURE).is_file():  # `folder` belongs to a run that started from it
+        tree = without_replaced({"model": read_json(folder / ARCHITECTURE)})
+        return _EarlierRun(ModelConfig.model_validate(tree["model"]), folder / TOKENIZER)
+    return None

@@ -1,9 +1,9 @@
 """Dry run (`--dry-run`): check a run without training, and print its length, traffic and memory."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -26,14 +26,14 @@ from neuclip_ds.data.training_set import TrainingSet, open_order
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment, local_ranks
 from neuclip_ds.distributed.launch import read_hostfile
-from neuclip_ds.engine.config import load_engine_config, precision, zero_stage
+from neuclip_ds.engine.config import EngineConfig, load_engine_config
 from neuclip_ds.engine.precision import resolve_comm_dtype, towers_dtype
 from neuclip_ds.errors import UserError, counted
-from neuclip_ds.evaluation.evaluator import open_held_out
+from neuclip_ds.evaluation.evaluator import HeldOut, open_held_out
 from neuclip_ds.losses.stored_features import stored_folders
 from neuclip_ds.models.recompute import checkpointed_blocks
 from neuclip_ds.models.trained_parts import TOWERS, Parameters
-from neuclip_ds.planning.duration import duration_lines, read_speed
+from neuclip_ds.planning.duration import MeasuredSpeed, duration_lines, read_speed
 from neuclip_ds.planning.host_memory import FIX_AT_ANY_STAGE, loader_memory, shortages, stored_bytes
 from neuclip_ds.planning.memory import MemoryQuery, account, count_towers, smallest_that_fits
 from neuclip_ds.training.checks import check_config, check_tables, config_warnings
@@ -63,20 +63,59 @@ def print_dry_run(
     nodes = read_hostfile(hostfile) if hostfile else {}
     world_size = sum(nodes.values()) or environment.world_size
     check_config(config, world_size)
-    engine = load_engine_config(config, world_size)
-    problems: list[UserError] = []
-
-    def attempt(work: Callable[[], T]) -> T | None:
-        try:
-            return work()
-        except UserError as error:  # the other parts of the report are still printed
-            problems.append(error)
-            return None
-
+    engine_config = load_engine_config(config, world_size)
     device = "cuda" if gpu_memory or torch.cuda.is_available() else "cpu"
     query = MemoryQuery(config, world_size, device=device)
-    model_lines = attempt(lambda: list(_model_lines(query, engine)))
-    data = attempt(lambda: TrainingSet(config.data, lambda source: _open(config, source)))
+    problems = _Problems()
+    parts = _open_parts(query, engine_config, len(nodes), measured, problems)
+    lines = list(_report_lines(query, engine_config, nodes, parts, gpu_memory))
+    if environment.rank == 0:
+        print("\n".join(lines))
+    problems.raise_any()
+
+
+class _Problems:
+    """The errors of parts of the report; the other parts are still printed."""
+
+    def __init__(self) -> None:
+        self._errors: list[UserError] = []
+
+    def attempt(self, work: Callable[[], T]) -> T | None:
+        """Return `work()`, or None if it raises `UserError`, which is kept."""
+        try:
+            return work()
+        except UserError as error:
+            self._errors.append(error)
+            return None
+
+    def raise_any(self) -> None:
+        """Raise the errors, if there are any, as one `UserError`."""
+        if len(self._errors) == 1:
+            raise self._errors[0]
+        if self._errors:
+            raise UserError("\n".join(dict.fromkeys(map(str, self._errors))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parts:
+    """The parts of a run that the report describes; None or empty if they have a problem or the run has none."""
+
+    model_lines: list[str] | None
+    data: TrainingSet | None
+    held_out: HeldOut | None
+    tables: dict[str, FeatureTable]
+    order: BatchOrder | None
+    speed: MeasuredSpeed | None  # of the measured run
+
+
+def _open_parts(
+    query: MemoryQuery, engine_config: EngineConfig, nodes: int, measured: Path | None, problems: _Problems
+) -> _Parts:
+    """Open the parts of a run on `nodes` nodes (0 without a hostfile), and keep their errors in `problems`."""
+    config = query.config
+    attempt = problems.attempt
+    model_lines = attempt(lambda: list(_model_lines(query, engine_config)))
+    data = attempt(lambda: TrainingSet(config.data, lambda path: _open(config, path)))
     manifest = data.manifest if data else None
     held_out = attempt(lambda: open_held_out(config, Communicator(), CACHE, manifest))
     tables: dict[str, FeatureTable] = {}
@@ -88,54 +127,68 @@ def print_dry_run(
         feature_bytes = cached_bytes(tables.values(), data.manifest)
         needs_shards = reads_shards(tables, config.data.captions)
         order = attempt(
-            lambda: open_order(config, data, max(len(nodes), 1), feature_bytes=feature_bytes, reads_shards=needs_shards)
+            lambda: open_order(config, data, max(nodes, 1), feature_bytes=feature_bytes, reads_shards=needs_shards)
         )
+    speed = None
+    if measured is not None and model_lines and order:
+        speed = attempt(lambda: read_speed(measured, config))
+    return _Parts(model_lines=model_lines, data=data, held_out=held_out, tables=tables, order=order, speed=speed)
 
-    lines = [f"method     {config.objective.method}"]
+
+def _report_lines(
+    query: MemoryQuery, engine_config: EngineConfig, nodes: dict[str, int], parts: _Parts, gpu_memory: float | None
+) -> Iterator[str]:
+    """Yield the lines of the report; `nodes` maps hosts to numbers of ranks, and `gpu_memory` is in GB."""
+    config = query.config
+    ranks = counted(query.world_size, "rank")
+    yield f"method     {config.objective.method}"
     if nodes:
-        lines.append(f"nodes      {len(nodes)} ({', '.join(nodes)}), {counted(world_size, 'rank')}")
-    batch = f"{config.data.batch_size} = {counted(world_size, 'rank')} x {query.rank_batch}"
-    lines.append(f"batch      {batch}, micro-batch {query.micro_batch}")
-    if model_lines:
-        lines += model_lines
+        yield f"nodes      {len(nodes)} ({', '.join(nodes)}), {ranks}"
+    batch = f"{config.data.batch_size} = {ranks} x {query.rank_batch}"
+    yield f"batch      {batch}, micro-batch {query.micro_batch}"
+    if parts.model_lines:
+        yield from parts.model_lines
     else:
-        lines.append(f"model      {config.model.pretrained or config.model.vision.name}: see the error below")
-    if manifest and order:
-        lines += _data_lines(config, manifest, order)
+        yield f"model      {config.model.pretrained or config.model.vision.name}: see the error below"
+    if parts.data and parts.order:
+        yield from _data_lines(config, parts.data.manifest, parts.order)
     else:
-        lines.append(f"data       {', '.join(config.data.train_paths) or 'not set'}: see the error below")
-    for name, table in tables.items():
-        lines.append(f"{name:<10} {table.folder}, {table.dtype} of width {table.image_width or table.text_width}")
-    if held_out:
-        lines.append(f"evaluation {held_out.describe()}")
-    if model_lines:
-        stored_widths = {name: table.image_width or 0 for name, table in loss_tables(tables).items()}
-        query = replace(query, stored_widths=stored_widths, samples=manifest.n if manifest else 0)
-        widths = query.source.embed_dim + sum(stored_widths.values())
-        bytes_per_pair = 2 * widths * resolve_comm_dtype(config, engine).itemsize + 8
-        received = (world_size - 1) * query.rank_batch * bytes_per_pair / 1e6
-        lines.append(f"traffic    {received:,.2f} MB of features received per rank and step (computed)")
-        if measured is not None and order:
-            # each rank receives float32 gradients twice, as in an all-reduce, and the updated weights once
-            element_bytes = 2 * torch.float32.itemsize + towers_dtype(engine).itemsize
-            trained = Parameters.of(query.build()).trained
-            step_bytes = 1e6 * received + element_bytes * trained * (world_size - 1) / world_size
-            steps = run_length(order, config.epochs, config.max_steps)
-            speed = attempt(lambda: read_speed(measured, config))
-            if speed is not None:
-                lines += duration_lines(speed, steps, config.data.batch_size, world_size, step_bytes)
-        lines += _memory_lines(query, gpu_memory, nodes, stored_bytes(loss_tables(tables).values()))
-    if data and data.sources:
-        lines += ["sources", *data.describe()]
-    if environment.rank == 0:
-        print("\n".join(lines))
-    if len(problems) == 1:
-        raise problems[0]
-    if problems:
-        raise UserError("\n".join(dict.fromkeys(map(str, problems))))
+        yield f"data       {', '.join(config.data.train_paths) or 'not set'}: see the error below"
+    for name, table in parts.tables.items():
+        yield f"{name:<10} {table.folder}, {table.dtype} of width {table.image_width or table.text_width}"
+    if parts.held_out:
+        yield f"evaluation {parts.held_out.describe()}"
+    if parts.model_lines:
+        yield from _cost_lines(query, engine_config, nodes, parts, gpu_memory)
+    if parts.data and parts.data.sources:
+        yield "sources"
+        yield from parts.data.describe()
 
 
-def _model_lines(query: MemoryQuery, engine: dict[str, Any]) -> Iterator[str]:
+def _cost_lines(
+    query: MemoryQuery, engine_config: EngineConfig, nodes: dict[str, int], parts: _Parts, gpu_memory: float | None
+) -> Iterator[str]:
+    """Yield the traffic of a step, the duration of the run if a speed was measured, and the memory."""
+    config = query.config
+    world_size = query.world_size
+    tables_of_loss = loss_tables(parts.tables)
+    stored_widths = {name: table.image_width or 0 for name, table in tables_of_loss.items()}
+    query = replace(query, stored_widths=stored_widths, samples=parts.data.manifest.n if parts.data else 0)
+    widths = query.source.embed_dim + sum(stored_widths.values())
+    bytes_per_pair = 2 * widths * resolve_comm_dtype(config, engine_config).itemsize + 8
+    received = (world_size - 1) * query.rank_batch * bytes_per_pair / 1e6
+    yield f"traffic    {received:,.2f} MB of features received per rank and step (computed)"
+    if parts.speed is not None and parts.order is not None:
+        # each rank receives float32 gradients twice, as in an all-reduce, and the updated weights once
+        element_bytes = 2 * torch.float32.itemsize + towers_dtype(engine_config).itemsize
+        trained = Parameters.of(query.build()).trained
+        step_bytes = 1e6 * received + element_bytes * trained * (world_size - 1) / world_size
+        steps = run_length(parts.order, config.epochs, config.max_steps)
+        yield from duration_lines(parts.speed, steps, config.data.batch_size, world_size, step_bytes)
+    yield from _memory_lines(query, gpu_memory, nodes, stored_bytes(tables_of_loss.values()))
+
+
+def _model_lines(query: MemoryQuery, engine_config: EngineConfig) -> Iterator[str]:
     config = query.config
     model = query.build()
     image = Parameters.of(model.vision)
@@ -150,8 +203,8 @@ def _model_lines(query: MemoryQuery, engine: dict[str, Any]) -> Iterator[str]:
     yield f"model      {line}"
     if image.frozen or text.frozen:
         yield f"trained    {image.trained:,} + text {text.trained:,} = {image.trained + text.trained:,}"
-    kind = precision(engine).replace("fp32", "float32")
-    yield f"precision  {kind}, ZeRO {zero_stage(engine)} ({config.deepspeed})"
+    kind = engine_config.precision.replace("fp32", "float32")
+    yield f"precision  {kind}, ZeRO {engine_config.zero_stage} ({config.deepspeed})"
 
 
 def _open(config: Config, source: str) -> Manifest:

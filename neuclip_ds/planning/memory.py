@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode  # described in torch's docs, but without a public name
@@ -19,14 +19,10 @@ from neuclip_ds.checkpoint.saved_model import planned_source
 from neuclip_ds.config import CLIP_BPE, Config, TextConfig
 from neuclip_ds.data.stored_towers import IMAGE, TEXT, TOWER_OF_TABLE, tower_folders
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.engine.config import (
-    accumulates_in_float32,
-    load_engine_config,
-    offloads_optimizer,
-    precision,
-    zero_stage,
-)
+from neuclip_ds.engine.config import EngineConfig, load_engine_config
 from neuclip_ds.engine.precision import resolve_comm_dtype, towers_dtype
+from neuclip_ds.engine.zero import Wrapper
+from neuclip_ds.engine.zero_rules import ZeroRules
 from neuclip_ds.errors import UserError
 from neuclip_ds.losses.base import LossContext
 from neuclip_ds.losses.methods import find_method
@@ -42,7 +38,6 @@ from neuclip_ds.planning.activations import Activations, count_activations
 
 _MOMENTS = {"adamw": 2, "lamb": 2, "lion": 1, "sgd": 1}
 _USABLE = 0.9  # fraction of a GPU's memory; the rest is for CUDA's context, NCCL's buffers and fragmentation
-_ALL_REDUCED = 500_000_000  # elements that DeepSpeed copies and reduces at once if it uses no buckets
 _BLOCK_COPIES = 3  # temporary tensors of a block's size, in addition to stored or recomputed similarities
 _COMPILED_COPIES = 2  # the same if torch.compile fuses a block's operations
 _NPN_BLOCK = 2**25  # elements that NeuCLIP's network processes at once in each direction
@@ -125,11 +120,13 @@ class MemoryQuery:
 
     @cached_property
     def tokenizer(self) -> ModelTokenizer:
+        own_tokenizer = self.source.own_tokenizer()
+        if own_tokenizer is not None:
+            return own_tokenizer
         text = self.config.model.text
         if text.tokenizer not in (None, CLIP_BPE):
-            return self.source.tokenizer(lambda: named_tokenizer(text))
-        stand_in: Any = StandInTokenizer(text)
-        return self.source.tokenizer(lambda: stand_in)
+            return named_tokenizer(text)
+        return cast(ModelTokenizer, StandInTokenizer(text))
 
     @cached_property
     def trunk_widths(self) -> dict[str, int]:
@@ -194,7 +191,7 @@ class EngineMemory:
 
 
 def engine_memory(
-    engine: dict[str, Any],
+    engine_config: EngineConfig,
     optimizer: str,
     parameters: Parameters,
     ranks: int,
@@ -203,67 +200,122 @@ def engine_memory(
 ) -> EngineMemory:
     """Return the bytes that DeepSpeed allocates under its config, with ZeRO's partitioning (arXiv:1910.02054, Fig. 1).
 
-    Stage 1 partitions the optimizer state over the ranks; stage 2 also partitions the gradients, and stage 3 also
-    partitions the weights. If `averages` is true, the moving average of the weights is included. `lean_zero1` is the
-    option `optimizer.lean_zero1`.
+    If `averages` is true, the moving average of the weights is included. `lean_zero1` is the option
+    `optimizer.lean_zero1`.
+
+    The main terms, in bytes per trained parameter on n > 1 ranks; a weight takes w bytes, an accumulated gradient g,
+    and the optimizer's state s:
+
+        config            weights  gradients  state  update
+        float32, no ZeRO  w        g          s      4, of at most 500 million elements
+        bf16, no ZeRO     w        g          s      4
+        ZeRO 1, BF16      w        g + w      s/n    4, of at most 500 million elements
+        ... lean_zero1    w        g          s/n    0 with AdamW, else 4/n
+        other ZeRO 1      w        g          s/n    4/n or a bucket
+        ZeRO 2            w        g/n        s/n    4/n
+        ZeRO 3            w/n      g/n        s/n    4/n
+
+    "ZeRO 1, BF16" is ZeRO 1 with bf16 weights, float32 gradients and no offload (`Wrapper.BF16`). Offload moves the
+    state and the update to host memory, and in ZeRO 3 also the gradients.
     """
-    stage = zero_stage(engine)
-    weight_bytes = 4 if precision(engine) == "fp32" else 2
-    accumulated_bytes = 4 if accumulates_in_float32(engine) else weight_bytes
-    zero = engine.get("zero_optimization", {})
-    offloads = offloads_optimizer(engine)
+    rules = ZeroRules.of(engine_config)
     trained = parameters.trained
-    share = trained // ranks if stage else trained
-
-    # weights: elements that a rank always stores, and elements that ZeRO 3 gathers when modules run
-    stored = trained
-    gathered = 0
-    if stage == 3 and ranks > 1:
-        threshold = zero.get("stage3_param_persistence_threshold", 100_000)
-        stored = share + sum(size for size in parameters.sizes if size < threshold)
-        gathered = min(trained, zero.get("stage3_max_live_parameters", 10**9))
-
-    # gradients: BF16_Optimizer keeps all float32 gradients in one buffer, in addition to the backward pass's gradients
-    is_buffered = stage == 1 and accumulated_bytes > weight_bytes and not offloads
-    gradient_bytes = accumulated_bytes + (weight_bytes if is_buffered else 0)
-    gradients = gradient_bytes * (share if stage > 1 else trained)
-    # the backward pass frees the gradients of each bucket, which take less memory than the activations freed before
+    share = trained // ranks if rules.stage else trained  # elements that the optimizer updates on this rank
     frees_with_buckets = lean_zero1 and ranks > 1
-    if frees_with_buckets:
-        gradients = accumulated_bytes * trained
-    if offloads and stage == 3:
-        gradients = 0
-    bucket = 0
-    if stage and not is_buffered:
-        bucket = accumulated_bytes * min(trained, zero.get("reduce_bucket_size", 500_000_000))
-    # stage 1 reduces after the last gradient; without a float32 copy, the backward pass creates gradients one by one
-    reduces_at_end = stage == 1 and not zero.get("overlap_comm", False)
-    creates_one_by_one = (
-        stage == 0 or is_buffered or (reduces_at_end and accumulated_bytes == weight_bytes and not offloads)
+    optimizer_memory = _optimizer_memory(rules, parameters, share, _state_copies(rules, optimizer, averages))
+
+    working = _gathered_weights(rules, parameters, ranks)
+    if not rules.reduces_at_end:
+        working += _bucket(rules, trained)
+    freed_gradients = 0
+    if rules.creates_one_by_one and not frees_with_buckets:
+        freed_gradients = rules.weight * trained
+    return EngineMemory(
+        weights=_stored_weights(rules, parameters, ranks),
+        gradients=_gradients(rules, trained, ranks, frees_with_buckets),
+        freed_gradients=freed_gradients,
+        frees_after_pass=lean_zero1,
+        optimizer=optimizer_memory.device,
+        working=working,
+        step=_update(rules, optimizer, trained, share, lean_zero1),
+        host=optimizer_memory.host,
     )
 
-    # optimizer: without ZeRO, float32 weights are their own masters
-    has_masters = stage > 0 or weight_bytes == 2
-    states = 4 * (has_masters + _MOMENTS[optimizer] + averages) * share
-    copied = 4 * share
-    if is_buffered or not has_masters:
-        copied = 4 * min(trained, _ALL_REDUCED)
-    if lean_zero1:  # LAMB's, Lion's or SGD's update of each weight; no copy of gradients
-        copied = 0 if optimizer == "adamw" else 4 * share
-    # in host memory: the masters' gradients, and gradients or weights
-    offloaded_copies = (4 + (accumulated_bytes if stage == 3 else weight_bytes)) * share
+
+def _stored_weights(rules: ZeroRules, parameters: Parameters, ranks: int) -> int:
+    """Return the bytes of the weights that a rank always stores: ZeRO 3 partitions all large ones that are trained."""
+    stored = parameters.trained
+    if rules.stage == 3 and ranks > 1:
+        threshold = rules.zero.stage3_param_persistence_threshold
+        stored = parameters.trained // ranks + sum(size for size in parameters.sizes if size < threshold)
+    return rules.weight * (stored + parameters.frozen)
+
+
+def _gathered_weights(rules: ZeroRules, parameters: Parameters, ranks: int) -> int:
+    """Return the bytes of the weights that ZeRO 3 gathers when modules run."""
+    if rules.stage < 3 or ranks == 1:
+        return 0
+    return rules.weight * min(parameters.trained, rules.zero.stage3_max_live_parameters)
+
+
+def _gradients(rules: ZeroRules, trained: int, ranks: int, frees_with_buckets: bool) -> int:
+    """Return the bytes of all gradients that a rank stores on the device.
+
+    If `frees_with_buckets`, the backward pass frees the gradients of each bucket; those of one bucket take less memory
+    than the activations that were freed before.
+    """
+    if rules.offloads and rules.stage == 3:
+        return 0
+    if rules.wrapper is Wrapper.BF16 and not frees_with_buckets:
+        # all float32 gradients are in one buffer, in addition to the backward pass's gradients
+        return (rules.accumulated + rules.weight) * trained
+    stored = trained // ranks if rules.stage > 1 else trained
+    return rules.accumulated * stored
+
+
+def _bucket(rules: ZeroRules, trained: int) -> int:
+    """Return the bytes of a bucket of gradients."""
+    return rules.accumulated * min(trained, rules.bucket) if rules.bucketed else 0
+
+
+def _state_copies(rules: ZeroRules, optimizer: str, averages: bool) -> int:
+    """Return the number of float32 values that the optimizer stores per weight: its master, moments and average."""
+    copies = _MOMENTS[optimizer]
+    if rules.has_masters:
+        copies += 1
+    if averages:
+        copies += 1
+    return copies
+
+
+class _OptimizerMemory(NamedTuple):
+    """Bytes of the optimizer's state, and of the copies that its offload needs."""
+
+    device: int
+    host: int
+
+
+def _optimizer_memory(rules: ZeroRules, parameters: Parameters, share: int, copies: int) -> _OptimizerMemory:
+    states = 4 * copies * share
+    if not rules.offloads:
+        return _OptimizerMemory(device=states, host=0)
     # on the device and in host memory: one gradient on its way to the host
-    transfer_buffer = weight_bytes * max(parameters.sizes, default=0) if stage < 3 else 0
-    return EngineMemory(
-        weights=weight_bytes * (stored + parameters.frozen),
-        gradients=gradients,
-        freed_gradients=weight_bytes * trained if creates_one_by_one and not frees_with_buckets else 0,
-        frees_after_pass=lean_zero1,
-        optimizer=transfer_buffer if offloads else states,
-        working=weight_bytes * gathered + (0 if reduces_at_end else bucket),
-        step=0 if offloads else max(copied, bucket if reduces_at_end else 0),
-        host=states + offloaded_copies + transfer_buffer if offloads else 0,
-    )
+    transfer = rules.weight * max(parameters.sizes, default=0) if rules.stage < 3 else 0
+    # in host memory: the masters' gradients, and gradients (ZeRO 3) or weights
+    copied = 4 + (rules.accumulated if rules.stage == 3 else rules.weight)
+    return _OptimizerMemory(device=transfer, host=states + copied * share + transfer)
+
+
+def _update(rules: ZeroRules, optimizer: str, trained: int, share: int, lean_zero1: bool) -> int:
+    """Return the bytes on the device from the last gradient to the end of the update."""
+    if rules.offloads:
+        return 0
+    if lean_zero1:  # no copy of gradients, but LAMB, Lion and SGD store the update of each weight
+        return 0 if optimizer == "adamw" else 4 * share
+    if rules.wrapper in (Wrapper.NONE, Wrapper.BF16):  # gradients in float32 are copied only to be reduced
+        return 4 * min(trained, rules.bucket)
+    copied = 4 * share  # the masters' gradients
+    return max(copied, _bucket(rules, trained)) if rules.reduces_at_end else copied
 
 
 def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
@@ -303,29 +355,39 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
         "similarities": similarities,
         "optimizer's step": engine.step,
     }
-    always = sum(always_allocated.values())
     has_one_pass = query.rank_batch == query.micro_batch
+    return MemoryAccount(
+        device={**always_allocated, **temporary},
+        host={"optimizer": engine.host, "u, NPN, nets": state.host},
+        moments=_moments(sum(always_allocated.values()), engine, towers.activations, similarities, has_one_pass),
+    )
+
+
+def _moments(
+    always: int, engine: EngineMemory, activations: Activations, similarities: int, has_one_pass: bool
+) -> dict[str, int]:
+    """Return the bytes on the device in the three phases of a step.
+
+    `always` counts what is allocated in every phase, with all gradients; `has_one_pass` says whether a rank's batch is
+    a single micro-batch.
+    """
+    in_towers = engine.working + activations.alone
+    in_objective = similarities
+    if has_one_pass:  # the activations of a single micro-batch stay while the objective runs
+        in_objective += activations.alone
+    in_update = engine.step
     # the backward pass of a single micro-batch may create gradients one by one; with several micro-batches, gradients
     # of one micro-batch still exist while the next micro-batch's gradients are computed, unless they are freed before
-    in_towers = engine.working + towers.activations.alone
-    in_update = engine.step
     if engine.freed_gradients and (has_one_pass or engine.frees_after_pass):
         always -= engine.freed_gradients
-        in_towers = engine.working + towers.activations.with_gradients
+        in_towers = engine.working + activations.with_gradients
         if not engine.frees_after_pass:
             in_update += engine.freed_gradients
-    # the activations of a single micro-batch stay while the objective runs
-    in_objective = similarities + (towers.activations.alone if has_one_pass else 0)
-    moments = {
+    return {
         "in the towers": always + in_towers,
         "in the objective": always + in_objective,
         "in the update": always + in_update,
     }
-    return MemoryAccount(
-        device={**always_allocated, **temporary},
-        host={"optimizer": engine.host, "u, NPN, nets": state.host},
-        moments=moments,
-    )
 
 
 def smallest_that_fits(query: MemoryQuery, towers: Towers, gigabytes: float) -> tuple[str, MemoryAccount] | None:
@@ -334,7 +396,7 @@ def smallest_that_fits(query: MemoryQuery, towers: Towers, gigabytes: float) -> 
     Only configs with the run's precision are tried: first those without offload, in the order of their ZeRO stages, and
     then those with offload. `gigabytes` is the memory of a GPU, in GB.
     """
-    kind = precision(load_engine_config(query.config, query.world_size))
+    kind = load_engine_config(query.config, query.world_size).precision
     names = [f"zero{stage}_{kind}" for stage in range(4)]
     names += ["zero2_bf16_offload", "zero3_bf16_offload"] if kind == "bf16" else []
     for name in names:

@@ -34,7 +34,7 @@ from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.distributed.launch import leave, process_group
 from neuclip_ds.distributed.stop_signals import raising_interrupted
 from neuclip_ds.engine.average import WeightAverage, discard_average
-from neuclip_ds.engine.config import load_engine_config, zero_stage
+from neuclip_ds.engine.config import EngineConfig, load_engine_config
 from neuclip_ds.engine.device_batches import DeviceBatch, DeviceBatches
 from neuclip_ds.engine.engine import Engine
 from neuclip_ds.engine.precision import (
@@ -280,7 +280,7 @@ def build_run(config: Config, communicator: Communicator, folder: Path, staged: 
     require_precision(engine_config, config.deepspeed)
     set_matmul_precision(config, engine_config, communicator.device)
     device_type = communicator.device.type
-    compilation = resolve_compilation(config.model.compile, device_type, zero_stage(engine_config))
+    compilation = resolve_compilation(config.model.compile, device_type, engine_config.zero_stage)
     # docs: build
     engine, logits, parameters = start_encoders(
         config, engine_config, source, data, communicator, staged, compilation, resumed
@@ -341,7 +341,7 @@ def newest_checkpoint(config: Config, communicator: Communicator, folder: Path) 
 
 def start_encoders(
     config: Config,
-    engine_config: dict[str, Any],
+    engine_config: EngineConfig,
     source: ModelSource,
     data: TrainingData,
     communicator: Communicator,

@@ -9,7 +9,7 @@ import pytest
 
 from neuclip_ds.config import Config
 from neuclip_ds.engine import config as engine_config
-from neuclip_ds.engine.config import DEEPSPEED, FOLDER, load_engine_config, precision, zero_stage
+from neuclip_ds.engine.config import DEEPSPEED, FOLDER, load_engine_config
 from neuclip_ds.errors import UserError
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
@@ -28,11 +28,11 @@ def write(folder: Path, content: object) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_files_name_states_its_stage_precision_and_offload(name: str) -> None:
     engine = load_engine_config(config(name, max_grad_norm=0.5), world_size=4)
-    assert [f"zero{zero_stage(engine)}", precision(engine)] == name.split("_")[:2]
-    assert ("offload_optimizer" in engine["zero_optimization"]) == name.endswith("offload")
-    assert engine["train_batch_size"] == 64
-    assert engine["train_micro_batch_size_per_gpu"] == 16
-    assert engine["gradient_clipping"] == 0.5
+    assert [f"zero{engine.zero_stage}", engine.precision] == name.split("_")[:2]
+    assert engine.offloads_optimizer == name.endswith("offload")
+    assert engine.json["train_batch_size"] == 64
+    assert engine.json["train_micro_batch_size_per_gpu"] == 16
+    assert engine.json["gradient_clipping"] == engine.options.gradient_clipping == 0.5
 
 
 def test_every_stage_has_a_file_for_each_precision() -> None:
@@ -40,9 +40,17 @@ def test_every_stage_has_a_file_for_each_precision() -> None:
     assert set(NAMES) == plain | {"zero2_bf16_offload", "zero3_bf16_offload"}
 
 
+def test_sizes_may_be_auto_or_written_with_an_exponent(tmp_path: Path) -> None:
+    zero = {"stage": 2, "reduce_bucket_size": 5e7, "stage3_max_live_parameters": "auto", "overlap_comm": "auto"}
+    options = load_engine_config(config(write(tmp_path, {"zero_optimization": zero})), world_size=2).options
+    assert options.zero_optimization.reduce_bucket_size == 50_000_000
+    assert options.zero_optimization.stage3_max_live_parameters == 1_000_000_000
+    assert options.zero_optimization.overlap_comm is None
+
+
 def test_a_file_may_repeat_the_recipes_values_or_omit_them(tmp_path: Path) -> None:
     path = write(tmp_path, {"train_batch_size": 64, "gradient_clipping": "auto", "zero_optimization": {"stage": 2}})
-    assert zero_stage(load_engine_config(config(path), world_size=2)) == 2
+    assert load_engine_config(config(path), world_size=2).zero_stage == 2
 
 
 @pytest.mark.parametrize(
@@ -61,6 +69,9 @@ def test_a_file_may_repeat_the_recipes_values_or_omit_them(tmp_path: Path) -> No
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "zero_force_ds_cpu_optimizer"),
         ({"zero_optimization": {"stage": 1, "compute_grad_norm": False}}, "turns off zero_optimization.compute_grad"),
         ({"zero_optimization": {"stage": 4}}, "stage=4"),
+        ({"zero_optimization": {"stage": "auto"}}, "stage='auto'"),
+        ({"zero_optimization": {"stage": 2, "reduce_bucket_size": 0.5}}, "reduce_bucket_size=0.5"),
+        ({"data_types": []}, "data_types=[]"),
         (
             {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
             "offload_optimizer to NVMe or partial offload",
@@ -142,6 +153,6 @@ def test_many_gradients_are_not_added_in_16_bits(deepspeed: str, batch: int, ref
 
 
 def test_the_timer_that_waits_for_the_device_is_off_unless_asked_for(tmp_path: Path) -> None:
-    assert load_engine_config(config("zero1_bf16"), 1)["timers"] == {"throughput": {"enabled": False}}
+    assert load_engine_config(config("zero1_bf16"), 1).json["timers"] == {"throughput": {"enabled": False}}
     mine = {"timers": {"throughput": {"enabled": True}}}
-    assert load_engine_config(config(write(tmp_path, mine)), 1)["timers"] == mine["timers"]
+    assert load_engine_config(config(write(tmp_path, mine)), 1).json["timers"] == mine["timers"]

@@ -66,8 +66,8 @@ def test_a_device_without_the_precision_is_refused(monkeypatch: pytest.MonkeyPat
     accelerator = get_accelerator()
     monkeypatch.setattr(accelerator, "is_bf16_supported", lambda: False)
     with pytest.raises(UserError, match=r"towers in bf16, which this device .*=zero1_fp32\."):
-        require_precision({"bf16": {"enabled": True}}, "zero1_bf16")
-    require_precision({}, "zero1_fp32")
+        require_precision(load_engine_config(config("zero1_bf16"), 1), "zero1_bf16")
+    require_precision(load_engine_config(config("zero1_fp32"), 1), "zero1_fp32")
 
 
 # The operations of torch's list that add in an undefined order on CUDA, with or without a deterministic form; some are

@@ -11,12 +11,12 @@ from ranks import run_ranks
 from small_checkpoints import Layers, small_engine
 from step_costs import optimizer_steps
 from torch import nn
-from zero_rules import ZeroRules
 
 from neuclip_ds.config import OptimizerConfig
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.engine.config import read_engine_file
+from neuclip_ds.engine.config import EngineConfig, EngineOptions, read_engine_file
 from neuclip_ds.engine.zero import Wrapper
+from neuclip_ds.engine.zero_rules import ZeroRules
 
 
 def changed(name: str, accumulates: str | None = None, **zero: Any) -> dict[str, Any]:
@@ -27,6 +27,10 @@ def changed(name: str, accumulates: str | None = None, **zero: Any) -> dict[str,
     return {**engine, "zero_force_ds_cpu_optimizer": False}
 
 
+def rules_of(engine: dict[str, Any]) -> ZeroRules:
+    return ZeroRules.of(EngineConfig(EngineOptions.model_validate(engine), engine))
+
+
 CPU, NONE = {"device": "cpu"}, {"device": "none"}
 CASES: dict[str, tuple[dict[str, Any], Wrapper]] = {
     "no ZeRO, float32": (changed("zero0_fp32"), Wrapper.NONE),
@@ -34,6 +38,7 @@ CASES: dict[str, tuple[dict[str, Any], Wrapper]] = {
     "1, float32": (changed("zero1_fp32"), Wrapper.ZERO_1_2),
     "1, bf16": (changed("zero1_bf16"), Wrapper.BF16),
     "1, bf16, float32 by another name": (changed("zero1_bf16", accumulates="float32"), Wrapper.BF16),
+    "1, bf16, float32 as a torch dtype": (changed("zero1_bf16", accumulates="torch.float32"), Wrapper.BF16),
     "1, bf16, gradients too": (changed("zero1_bf16", accumulates="bf16"), Wrapper.ZERO_1_2),
     "1, bf16, offload": (changed("zero1_bf16", offload_optimizer=CPU), Wrapper.ZERO_1_2),
     "1, bf16, offload to none": (changed("zero1_bf16", offload_optimizer=NONE), Wrapper.BF16),
@@ -45,11 +50,11 @@ CASES: dict[str, tuple[dict[str, Any], Wrapper]] = {
 
 
 def test_the_rules_read_offload_and_dtypes_from_a_config() -> None:
-    assert ZeroRules.of(changed("zero2_bf16_offload")).offloads
-    assert not ZeroRules.of(changed("zero1_bf16", offload_optimizer=NONE)).offloads
-    rules = ZeroRules.of(changed("zero1_bf16", accumulates="bf16"))
+    assert rules_of(changed("zero2_bf16_offload")).offloads
+    assert not rules_of(changed("zero1_bf16", offload_optimizer=NONE)).offloads
+    rules = rules_of(changed("zero1_bf16", accumulates="bf16"))
     assert (rules.weight, rules.accumulated, rules.sent) == (2, 2, 4)
-    plain = ZeroRules.of({"bf16": {"enabled": True}})
+    plain = rules_of({"bf16": {"enabled": True}})
     assert (plain.weight, plain.accumulated, plain.sent) == (2, 2, 2)
 
 
@@ -72,7 +77,7 @@ def start_all(communicator: Communicator, folder: Path) -> dict[str, dict[str, A
         for placement in placements:
             part = exact[placement.name].flatten()[placement.start : placement.stop]
             assert torch.equal(placement.within(placement.master), part), f"{name}: {placement.name} was rounded"
-        steps = optimizer_steps(ZeroRules.of(engine_file), sizes, communicator.world_size)
+        steps = optimizer_steps(rules_of(engine_file), sizes, communicator.world_size)
         found[name] = {
             "wrapper": engine.wrapper,
             "placements": [dataclasses.replace(placement, master=torch.empty(0)) for placement in placements],
@@ -89,7 +94,7 @@ def test_the_rules_predict_deepspeeds_optimizer_and_every_element_is_stored(tmp_
     numel = {name: p.numel() for name, p in net().named_parameters()}
     shapes = {name: list(p.shape) for name, p in net().named_parameters()}
     for case, (engine, wrapper) in CASES.items():
-        assert ZeroRules.of(engine).wrapper is wrapper
+        assert rules_of(engine).wrapper is wrapper
         of_ranks = [found[case] for found in ranks]
         for one in of_ranks:
             assert one["wrapper"] is wrapper, case

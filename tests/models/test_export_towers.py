@@ -203,7 +203,7 @@ def test_an_open_clip_model_with_an_encoder_in_a_folder_keeps_no_path(
     (tmp_path / "from").rename(tmp_path / "moved_too")
 
     source, _ = open_saved(model.source.config, tmp_path / "run")
-    tokenizer = source.tokenizer(bpe)
+    tokenizer = source.own_tokenizer() or bpe()
     rebuilt = source.build(tokenizer).eval()
     rebuilt.load_state_dict(weights)
     assert_close(features(TrainedModel(source, tokenizer, rebuilt)), expected)

@@ -55,7 +55,8 @@ def trained(**config: Any) -> TrainedModel:
     model_config = ModelConfig.model_validate(config)
     source = model_source(model_config, locate_model(model_config))
     text = model_config.text
-    tokenizer = source.tokenizer(bpe if text.tokenizer is None else partial(named_tokenizer, text))
+    new_tokenizer = bpe if text.tokenizer is None else partial(named_tokenizer, text)
+    tokenizer = source.own_tokenizer() or new_tokenizer()
     model = source.load(tokenizer).model.eval()
     with torch.no_grad():
         for tensor in model.state_dict().values():
@@ -120,7 +121,7 @@ def assert_close(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor])
 def reopened(folder: Path) -> tuple[TrainedModel, LogitParameters]:
     config = ModelConfig(pretrained=str(folder))
     source = model_source(config, locate_model(config))
-    tokenizer = source.tokenizer(bpe)
+    tokenizer = source.own_tokenizer() or bpe()
     model, logits = source.load(tokenizer)
     return TrainedModel(source, tokenizer, model.eval()), logits
 

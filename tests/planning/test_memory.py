@@ -73,6 +73,35 @@ def test_a_moving_average_takes_as_much_as_the_masters() -> None:
         assert (averaged.optimizer + averaged.host) - (without.optimizer + without.host) == 4 * share, name
 
 
+@pytest.mark.parametrize(
+    ("name", "weights", "gradients", "state", "update"),
+    [
+        ("zero0_fp32", 4, 4, 8, 4),
+        ("zero0_bf16", 2, 2, 12, 4),
+        ("zero1_fp32", 4, 4, 6, 4),
+        ("zero1_bf16", 2, 6, 6, 4),
+        ("zero1_bf16, lean", 2, 4, 6, 0),
+        ("zero2_fp32", 4, 2, 6, 2),
+        ("zero2_bf16", 2, 2, 6, 2),
+        ("zero3_fp32", 2, 2, 6, 2),
+        ("zero3_bf16", 1, 2, 6, 2),
+        ("zero3_bf16_offload", 1, 0, 0, 0),
+    ],
+)
+def test_the_terms_of_two_ranks_are_those_of_the_table(
+    name: str, weights: int, gradients: int, state: int, update: int
+) -> None:
+    """The table is in the docstring of `engine_memory`; its terms are bytes per parameter."""
+    file, _, lean = name.partition(", ")
+    optimizer = {"lean_zero1": bool(lean)}
+    config = Config.model_validate({"data": {"batch_size": 8}, "deepspeed": file, "optimizer": optimizer})
+    size = 2_000_000
+    parameters = Parameters((size,), 0)
+    memory = engine_memory(load_engine_config(config, 2), "adamw", parameters, 2, lean_zero1=bool(lean))
+    terms = (memory.weights, memory.gradients, memory.optimizer, memory.step)
+    assert terms == tuple(size * term for term in (weights, gradients, state, update))
+
+
 def storages() -> dict[int, torch.UntypedStorage]:
     """Return the storages of all tensors that Python references, by address."""
     time.sleep(0.3)  # gloo's threads keep the last reduced bucket until they next run

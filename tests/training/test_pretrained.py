@@ -79,7 +79,7 @@ def config_of(folder: Path, engine: str = "zero0_fp32") -> Config:
 def batch_of(source: ModelSource, number: int) -> Batch:
     captions = [f"{CAPTIONS[row % 2]} {row} {number}" for row in range(ROWS)]
     valid = torch.ones(ROWS, dtype=torch.bool)
-    return Batch(images(32, ROWS) ^ number, source.tokenizer(bpe)(captions), torch.arange(ROWS), valid)
+    return Batch(images(32, ROWS) ^ number, (source.own_tokenizer() or bpe())(captions), torch.arange(ROWS), valid)
 
 
 def new_loss(config: Config, source: ModelSource, tau: float | None, communicator: Communicator) -> ContrastiveLoss:
@@ -109,7 +109,7 @@ def plain(folder: Path) -> dict[str, torch.Tensor]:
     config = config_of(folder)
     source = model_source(config.model, locate_model(config.model))
     torch.manual_seed(0)  # for the new projections
-    model, logits = source.load(source.tokenizer(bpe))
+    model, logits = source.load(source.own_tokenizer() or bpe())
     optimizer = build_optimizer(model, config.optimizer)
     loss = new_loss(config, source, logits.temperature, Communicator())
     for number in range(STEPS):
@@ -132,7 +132,7 @@ def under_deepspeed(
         config = config_of(folder / family, name)
         source = model_source(config.model, locate_on_rank_zero(config.model, communicator))
         torch.manual_seed(0)
-        model, logits = source.load(source.tokenizer(bpe))
+        model, logits = source.load(source.own_tokenizer() or bpe())
         engine = start_engine(model, config.optimizer, load_engine_config(config, 2), communicator)
         loss = new_loss(config, source, logits.temperature, communicator)
         trainee = Trainee(engine, loss, micro_batch=2)
@@ -189,6 +189,6 @@ def test_a_dry_run_reports_the_size_of_pretrained_models(
         print_dry_run(config, RankEnvironment(0, 0, 2), None)
     printed = capsys.readouterr().out
     source = model_source(config.model, locate_model(config.model))
-    total = Parameters.of(source.build(source.tokenizer(bpe))).total
+    total = Parameters.of(source.build(source.own_tokenizer() or bpe())).total
     assert f"= {total:,} parameters" in printed
     assert f"{4 * (2 * source.embed_dim * 4 + 8) / 1e6:,.2f} MB of features received" in printed

@@ -24,7 +24,7 @@ from neuclip_ds.data.feature_table import StoredFeatures
 from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.data.stored_towers import IMAGE, TEXT
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.engine.config import load_engine_config, precision, zero_stage
+from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.device_batches import DeviceBatches
 from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.engine.start import start_engine
@@ -98,7 +98,7 @@ class SyntheticSteps:
         model = query.source.build(query.tokenizer)
         self.parameters = Parameters.of(model).total
         device_type = communicator.device.type
-        compile_towers(model, resolve_compilation(config.model.compile, device_type, zero_stage(engine_config)))
+        compile_towers(model, resolve_compilation(config.model.compile, device_type, engine_config.zero_stage))
         self.engine = start_engine(model, config.optimizer, engine_config, communicator, config.run.seed)
         samples = EPOCH * config.data.batch_size
         comm_dtype = resolve_comm_dtype(config, engine_config)
@@ -182,8 +182,8 @@ def run_synthetic_profile(
     engine_config = load_engine_config(config, communicator.world_size)
     description = {
         "method": name,
-        "zero_stage": zero_stage(engine_config),
-        "precision": precision(engine_config).replace("fp32", "float32"),
+        "zero_stage": engine_config.zero_stage,
+        "precision": engine_config.precision.replace("fp32", "float32"),
         "batch_size": config.data.batch_size,
         "embed_dim": config.model.embed_dim,
         "parameters": steps.parameters,

@@ -24,7 +24,7 @@ from neuclip_ds.cli.program import exit_on_mistake
 from neuclip_ds.config import Config, dump
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.launch import process_group
-from neuclip_ds.engine.config import load_engine_config, zero_stage
+from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.precision import deterministic_algorithms, resolve_comm_dtype
 from neuclip_ds.losses.base import Position
 from neuclip_ds.models.compilation import resolve_compilation
@@ -64,7 +64,7 @@ def random_steps(arguments: argparse.Namespace) -> None:
                 outcome = steps.run(number - 1)
                 if metrics is not None and number % config.run.log_every == 0:
                     metrics.write(number, {"loss": outcome.loss})
-        stage = zero_stage(load_engine_config(config, communicator.world_size))
+        stage = load_engine_config(config, communicator.world_size).zero_stage
         compiles = resolve_compilation(config.model.compile, communicator.device.type, stage) != "false"
         record_launches(lambda: steps.run(last), arguments.out, communicator.rank, compiles)
 

@@ -7,7 +7,8 @@ logit scale and the bias belong to the objective.
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -20,7 +21,7 @@ from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError, counted
 from neuclip_ds.files import safetensors_as_os_error
 from neuclip_ds.models.pretrained.files import read_json
-from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
+from neuclip_ds.models.tokenizer import ModelTokenizer
 from neuclip_ds.models.towers import DualEncoder
 
 Interpolation = Literal["bicubic", "bilinear"]  # of images, antialiased
@@ -112,9 +113,17 @@ class ModelSource(ABC):
     preprocessing: Preprocessing
     embed_dim: int
 
+    def with_config(self, config: ModelConfig) -> "ModelSource":
+        """Return the source of the same model with other options, which do not change its sizes or its images."""
+        source = copy(self)
+        source.config = config
+        return source
+
     @abstractmethod
-    def tokenizer(self, new_tokenizer: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
-        """Return the tokenizer of the model's checkpoint or text encoder or, if it has none, `new_tokenizer()`.
+    def own_tokenizer(self) -> ModelTokenizer | None:
+        """Return the tokenizer of the model's checkpoint or text encoder, or None if the caller must provide one.
+
+        It is None only for a model that is built from the config without a pretrained text encoder.
 
         Raises:
             UserError: that tokenizer is missing or unsupported, or does not match the model.
@@ -123,6 +132,9 @@ class ModelSource(ABC):
     @abstractmethod
     def build(self, tokenizer: ModelTokenizer) -> DualEncoder:
         """Build the model with random weights; under `torch.device("meta")`, allocate no memory.
+
+        `tokenizer` determines the vocabulary and the pooled token of a text tower that is built from the config; other
+        models do not need it.
 
         Raises:
             UserError: the model cannot be built, or does not match the tokenizer.

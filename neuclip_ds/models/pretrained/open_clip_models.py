@@ -170,7 +170,7 @@ class OpenClipCheckpoint(ModelSource):
             _use_own_encoder(self._model_config, Path(ref.path))
         self.preprocessing = _read_preprocessing(self._model_config["vision_cfg"], preprocess_config, self._where)
 
-    def tokenizer(self, new_tokenizer: Any = None) -> ModelTokenizer:
+    def own_tokenizer(self) -> ModelTokenizer:
         options = {"context_length": self._model_config.get("text_cfg", {}).get("context_length")}
         if self._model_config.get("text_cfg", {}).get("hf_tokenizer_name"):
             options["trust_remote_code"] = False  # open_clip passes the options on to transformers' tokenizer
@@ -181,10 +181,10 @@ class OpenClipCheckpoint(ModelSource):
         ):
             return OpenClipTokenizer(import_open_clip().get_tokenizer(self._tokenizer_source, **options))
 
-    def build(self, tokenizer: Any = None) -> DualEncoder:
+    def build(self, tokenizer: ModelTokenizer | None = None) -> DualEncoder:
         return self._to_dual_encoder(architecture(self._model_config, self._where))
 
-    def load(self, tokenizer: Any = None) -> LoadedModel:
+    def load(self, tokenizer: ModelTokenizer | None = None) -> LoadedModel:
         path = Path(self._ref.path)
         weights = first_file(path, _WEIGHTS) if path.is_dir() else path
         if not self._ref.path or weights is None:
@@ -227,7 +227,7 @@ class OpenClipCheckpoint(ModelSource):
 
     def save_files(self, folder: Path) -> None:
         write_config(folder, with_own_encoder(self._model_config, folder), self.preprocessing)
-        self.tokenizer().save(folder)
+        self.own_tokenizer().save(folder)
 
     def _to_dual_encoder(self, model: Any) -> DualEncoder:
         encoder = getattr(model.text, "transformer", None)

@@ -131,7 +131,7 @@ class TransformersCheckpoint(ModelSource):
         self.embed_dim = vision.hidden_size if self._model_type.siglip else self._library_config.projection_dim
         self.preprocessing = _read_preprocessing(self._folder, vision.image_size, self._model_type.siglip)
 
-    def tokenizer(self, new_tokenizer: Any = None) -> CaptionTokenizer:
+    def own_tokenizer(self) -> CaptionTokenizer:
         text = self._library_config.text_config
         tokenizer = load_tokenizer(self._folder, text.vocab_size)
         pooled_id = text.eos_token_id
@@ -151,10 +151,10 @@ class TransformersCheckpoint(ModelSource):
             )
         return caption_tokenizer
 
-    def build(self, tokenizer: Any = None) -> DualEncoder:
+    def build(self, tokenizer: ModelTokenizer | None = None) -> DualEncoder:
         return self._to_dual_encoder(self._model_type.model_class(self._library_config))
 
-    def load(self, tokenizer: Any = None) -> LoadedModel:
+    def load(self, tokenizer: ModelTokenizer | None = None) -> LoadedModel:
         if first_file(self._folder, WEIGHTS) is None:
             raise UserError(f"{self._folder} contains no weights; put {WEIGHTS[0]} (or pytorch_model.bin) there.")
         refuse_adapter(self._folder)
@@ -296,7 +296,10 @@ def _read_geometry(processor: Mapping[str, Any], path: Path, siglip: bool) -> _G
     crop_height = crop_size.get("height")
     crop_width = crop_size.get("width")
     problem = ""
-    squash = siglip if edge is None and height is None else height is not None
+    if edge is None and height is None:
+        squash = siglip
+    else:
+        squash = height is not None
     if not processor.get("do_resize", True):
         problem = "does not resize images"
     elif size and edge is None and height is None:

@@ -39,7 +39,7 @@ def refusal(folder: Path) -> str:
     """Return the error message of the first step that refuses the checkpoint."""
     with pytest.raises(UserError) as caught:
         checkpoint = open_checkpoint(locate(str(folder)))
-        checkpoint.tokenizer()
+        checkpoint.own_tokenizer()
         checkpoint.load()
     message = str(caught.value)
     assert "\n" not in message
@@ -210,7 +210,7 @@ def test_code_of_a_model_is_never_run(family: str, tmp_path: Path) -> None:
         edit(tmp_path / "config.json", lambda tree: tree.update(auto_map=dict.fromkeys(AUTO, "code.Made")))
     edit(tmp_path / "tokenizer_config.json", lambda tree: tree.update(auto_map={"AutoTokenizer": ["code.Made", None]}))
     checkpoint = open_checkpoint(locate(str(tmp_path)))
-    checkpoint.tokenizer()
+    checkpoint.own_tokenizer()
     checkpoint.load()
 
 

@@ -127,7 +127,7 @@ def test_a_text_encoder_of_transformers_in_open_clip(tmp_path: Path) -> None:
 def test_tokenizer_preprocessing_and_logits_come_from_the_checkpoint(saved: Saved) -> None:
     checkpoint = opened(saved.folder)
     siglip = saved.folder.parent.name.startswith("siglip")
-    tokenizer = pickle.loads(pickle.dumps(checkpoint.tokenizer()))  # as when sent to a loader process
+    tokenizer = pickle.loads(pickle.dumps(checkpoint.own_tokenizer()))  # as when sent to a loader process
     assert torch.equal(tokenizer(CAPTIONS), saved.ids(CAPTIONS))
     assert tokenizer([]).shape == (0, 16)
     assert checkpoint.embed_dim == (32 if siglip else 20)
@@ -150,7 +150,7 @@ def test_a_saved_source_can_build_the_model_without_the_weights(saved: Saved, tm
     assert (kept.preprocessing, kept.embed_dim) == (opened(saved.folder).preprocessing, opened(saved.folder).embed_dim)
     words = CAPTIONS[:2]
     mask = saved.ids(words) != saved.ids([""])[0, -1]  # open_clip's files may pad with a different token
-    assert torch.equal(kept.tokenizer()(words)[mask], saved.ids(words)[mask])
+    assert torch.equal(kept.own_tokenizer()(words)[mask], saved.ids(words)[mask])
     assert shapes(kept.build()) == shapes(opened(saved.folder).load().model)
 
 
@@ -175,7 +175,7 @@ def test_an_open_clip_file_takes_its_architecture_by_name(tmp_path: Path) -> Non
         model = open_clip.create_model("miniature").eval()
         torch.save({"state_dict": {f"module.{k}": v for k, v in model.state_dict().items()}}, tmp_path / "epoch_1.pt")
         checkpoint = open_checkpoint(locate(f"open_clip:miniature/{tmp_path}/epoch_1.pt"))
-        ids = checkpoint.tokenizer()(CAPTIONS)
+        ids = checkpoint.own_tokenizer()(CAPTIONS)
         with torch.no_grad():
             _, text = checkpoint.load().model.eval()(None, ids)
             torch.testing.assert_close(text, model.encode_text(ids, normalize=True), rtol=0, atol=1e-6)
@@ -251,7 +251,7 @@ def source_of(config: ModelConfig) -> FromConfig:
 
 
 def trunk_feature(source: FromConfig, size: int) -> Tensor:
-    model = source.load(source.tokenizer(bpe)).model.eval()
+    model = source.load(source.own_tokenizer() or bpe()).model.eval()
     with torch.no_grad():
         return model.vision.trunk(model.vision.normalize(images(size)))
 
@@ -293,7 +293,7 @@ def test_a_run_reopens_without_the_weights(tmp_path: Path) -> None:
     saved_timm(tmp_path / "weights.safetensors")
     config = config_of(tmp_path / "weights.safetensors")
     source = source_of(config)
-    model, logits = source.load(source.tokenizer(bpe))
+    model, logits = source.load(source.own_tokenizer() or bpe())
     source.save(tmp_path / "run", logits)
     (tmp_path / "weights.safetensors").unlink()
     again, _ = open_saved(config, tmp_path / "run")
@@ -304,7 +304,7 @@ def test_a_run_reopens_without_the_weights(tmp_path: Path) -> None:
 def refusal(config: ModelConfig) -> str:
     with pytest.raises(UserError) as caught:
         source = source_of(config)
-        source.load(source.tokenizer(bpe))
+        source.load(source.own_tokenizer() or bpe())
     assert "\n" not in str(caught.value)
     return str(caught.value)
 

@@ -39,7 +39,7 @@ def edit_config(folder: Path, **options: Any) -> None:
 
 
 def ids_of(folder: Path, captions: list[str] = CAPTIONS) -> Tensor:
-    return open_checkpoint(locate(str(folder))).tokenizer()(captions)
+    return open_checkpoint(locate(str(folder))).own_tokenizer()(captions)
 
 
 @pytest.mark.parametrize("family", ["clip", "metaclip_2", "siglip"])

@@ -93,7 +93,7 @@ def test_resized_checkpoints(family: str, tmp_path: Path) -> None:
     SAVERS[family](tmp_path / "model")
     before = opened(tmp_path / "model").load().model.state_dict()
     source = opened(tmp_path / "model", image_size=48, context_length=24)
-    tokenizer = source.tokenizer()
+    tokenizer = source.own_tokenizer()
     tokens = tokenizer(CAPTIONS)
     assert (source.preprocessing.size, tokens.shape[1]) == (48, 24)
     model, logits = source.load(tokenizer)
@@ -110,7 +110,7 @@ def test_resized_checkpoints(family: str, tmp_path: Path) -> None:
 
     source.save(tmp_path / "saved", logits)
     saved, _ = open_saved(source.config, tmp_path / "saved")
-    rebuilt = saved.build(saved.tokenizer(lambda: tokenizer)).eval()
+    rebuilt = saved.build(saved.own_tokenizer() or tokenizer).eval()
     rebuilt.load_state_dict(after)
     assert saved.preprocessing == source.preprocessing
     library = saved.to_library_model(tokenizer, after, logits)
@@ -159,12 +159,12 @@ def test_resized_timm_towers_of_open_clip(tmp_path: Path) -> None:
     mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in ([0.4, 0.5, 0.6], [0.2, 0.25, 0.3]))
     with torch.no_grad():
         expected = normalize(tower((pixels / 255 - mean) / std), dim=1)
-        image, _ = model.eval()(pixels, source.tokenizer()(CAPTIONS))
+        image, _ = model.eval()(pixels, source.own_tokenizer()(CAPTIONS))
     torch.testing.assert_close(image, expected, rtol=0, atol=1e-6)
     source.save(tmp_path / "saved", logits)
     saved, _ = open_saved(source.config, tmp_path / "saved")
     (tmp_path / "export").mkdir()
-    library_model = saved.to_library_model(source.tokenizer(), model.state_dict(), logits)
+    library_model = saved.to_library_model(source.own_tokenizer(), model.state_dict(), logits)
     write_library_model(library_model, "open_clip", tmp_path / "export")
     exported = open_clip.create_model(f"local-dir:{tmp_path}/export").visual.eval()
     with torch.no_grad():
@@ -183,7 +183,7 @@ def test_sizes_that_open_clip_cannot_export_are_refused_before_training(tmp_path
     earlier = opened(tmp_path / "model")
     weights = earlier.build().state_dict()
     with pytest.raises(UserError, match="with images of 64 instead of 160 pixels"):
-        earlier.to_library_model(earlier.tokenizer(), weights, LogitParameters(None, None))
+        earlier.to_library_model(earlier.own_tokenizer(), weights, LogitParameters(None, None))
 
 
 def test_a_saved_checkpoint_keeps_its_size(tmp_path: Path) -> None:

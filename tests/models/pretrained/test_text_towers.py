@@ -20,7 +20,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.models.compilation import compile_towers
 from neuclip_ds.models.pretrained.text_encoder import PADDING, POOLINGS, Pooling
 from neuclip_ds.models.source import INITIAL_LOGITS, ModelSource, locate_model, merged, model_source, open_saved
-from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
+from neuclip_ds.models.tokenizer import ModelTokenizer
 from neuclip_ds.models.towers import DualEncoder
 from neuclip_ds.models.trained_parts import learning_rate_scales
 from neuclip_ds.planning.activations import count_activations
@@ -36,14 +36,10 @@ def model_config(folder: Path, pooling: Pooling | None = "mean", **options: Any)
     return ModelConfig.model_validate({"vision": TINY_VIT, "embed_dim": 16, "text": text, **options})
 
 
-def no_bpe() -> CaptionTokenizer:
-    raise AssertionError("a text encoder has its own tokenizer")
-
-
 def opened(config: ModelConfig) -> tuple[ModelSource, ModelTokenizer, DualEncoder]:
     torch.manual_seed(0)
     source = model_source(config, locate_model(config))
-    tokenizer = source.tokenizer(no_bpe)
+    tokenizer = source.own_tokenizer()
     return source, tokenizer, source.load(tokenizer).model.eval()
 
 
@@ -84,9 +80,9 @@ def test_a_run_reopens_without_the_encoders_folder(saved: tuple[Path, Any], tmp_
     copy.rename(folder)
     again, logits = open_saved(config.model_copy(deep=True), tmp_path / "run")
     assert logits == INITIAL_LOGITS
-    tokens = again.tokenizer(no_bpe)(CAPTIONS)
+    tokens = again.own_tokenizer()(CAPTIONS)
     assert torch.equal(tokens, tokenizer(CAPTIONS))
-    rebuilt = again.build(again.tokenizer(no_bpe)).eval()
+    rebuilt = again.build(again.own_tokenizer()).eval()
     names = dict(model.named_parameters())
     rebuilt.load_state_dict({name: value for name, value in model.state_dict().items() if name in names}, strict=True)
     with torch.no_grad():
@@ -123,7 +119,7 @@ def test_activations_are_counted(saved: tuple[Path, Any]) -> None:
     folder, _ = saved
     config = model_config(folder)
     source = model_source(config, locate_model(config))
-    tokenizer = source.tokenizer(no_bpe)
+    tokenizer = source.own_tokenizer()
     counts = []
     for rows in (64, 128):
         with torch.device("meta"):
