@@ -67,6 +67,7 @@ _SITUATIONS = {
     "50% wrong captions": ("map_noise", "noise=0.5", (16,)),
     "80% copied pairs": ("map_copies", "copies=0.8", (16,)),
     "from scratch, 2 epochs": ("trained_scenes", "epochs=2", (16,)),
+    "from scratch, 6 epochs": ("trained_scenes_long", "epochs=6", (16,)),
     "pretrained, 2 epochs, same learning rate": ("trained_photographs", "", (10,)),
 }
 
@@ -504,7 +505,7 @@ def trained_towers() -> str:
             at_its_rate = "-" if arm == PEER else gain(seeds, _peer_at_the_rate_of(seeds))
             rows.append([label(arm), f"{_rate_of(seeds):g}", "-", *by_column.values(), at_its_rate])
             results += seeds.values()
-    head = [f"recall minus that of `{PEER}`", "learning rate", "final tau, scenes", *columns]
+    head = [f"recall minus that of `{PEER}`", "learning rate", "final tau, scenes, 2 epochs", *columns]
     head.append(f"photographs, minus `{PEER}` at the same rate")
     return markdown(head, rows, results)
 
