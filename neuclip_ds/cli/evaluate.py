@@ -300,11 +300,18 @@ def _score_model(
     from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
     from neuclip_ds.evaluation.results import Results
     from neuclip_ds.evaluation.suite import measure, measure_pairs
+    from neuclip_ds.models.weights_hash import weights_hash
     from neuclip_ds.reporting.metrics import percent
 
     device = communicator.device
     batch_size = max(1, options.batch_size)
-    identity = {"model": _name_for(saved, folder), "precision": options.precision}
+
+    def identify() -> dict[str, str]:
+        # a run that was trained again, or an export to the same folder, has the same name but other weights
+        weights = weights_hash(saved.model, with_adapters=True)
+        return {"model": _name_for(saved, folder), "precision": options.precision, "weights": weights}
+
+    identity = communicator.on_rank_zero(identify)
 
     def find_unscored() -> dict[str, str]:
         known = Results(folder, identity, saved.name)  # version 0.1 stored the absolute path of a checkpoint
