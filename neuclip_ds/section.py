@@ -157,7 +157,8 @@ def _check_keys(node: yaml.Node) -> None:
         name = (key.tag, key.value)
         if name in lines:
             raise ValueError(
-                f"the key {key.value!r} occurs twice, in lines {lines[name]} and {line}; write its options under one key"
+                f"the key {key.value!r} occurs twice, in lines {lines[name]} and {line}; write its options under one "
+                "key"
             )
         lines[name] = line
 

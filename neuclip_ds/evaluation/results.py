@@ -34,11 +34,11 @@ class Results:
     """The scores of one model, stored in a folder.
 
     `model` is the content of model.json: the model's name (`model`), its `precision` and the hash of its `weights`. The
-    folder may also contain scores of `other_name`, another name of the same model, and scores of earlier versions, which
-    did not store the hash.
+    folder may also contain scores of `other_name`, another name of the same model, and scores of version 0.1, which
+    stored no hash.
     `metrics` maps task keys to the tasks' latest metrics, and `data` maps task keys to the strings that identify their
-    sets, or to None if unknown. Raises `UserError` if the folder contains scores of another model, precision or weights,
-    or scores that cannot be read, or if the folder cannot be written.
+    sets, or to None if unknown. Raises `UserError` if the folder contains scores of another model, of other weights or
+    in another precision, or scores that cannot be read, or if the folder cannot be written.
     """
 
     def __init__(self, folder: Path, model: Mapping[str, Any], other_name: str | None = None) -> None:
