@@ -9,6 +9,7 @@ from neuclip_ds.config import Config, dump
 from neuclip_ds.errors import UserError
 from neuclip_ds.losses.neuclip_options import NpnConfig
 from neuclip_ds.recipe import load_recipe, option_fields, parse, recipe_config, recipe_names, recipe_summary, validate
+from neuclip_ds.training.checks import check_config
 
 
 def test_every_recipe_is_valid_and_survives_its_dump() -> None:
@@ -112,6 +113,25 @@ def test_a_mapping_is_merged_unless_it_is_cleared(cleared: str, tmp_path: Path) 
     assert (vision.name, vision.options, vision.image_size) == ("convnext_atto", {}, 64)
     later = recipe_config(str(recipe), {"model.vision.options": {"depth": 3}})
     assert later.model.vision.options == {"depth": 3}
+
+
+def test_a_tilde_in_a_path_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shells leave the `~` of --NAME=~/PATH as it is, and so does YAML."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.yaml").write_text("include: [demo]\nrun: {output_dir: ~/runs}\nrecovery: {epochs: 1, reuse: ~/r}")
+    options = ["--data.train=~/a.tar::~/b.tar", "--data.cache-dir=~/c", "--data.evaluation-sets=~/e", "--deepspeed=~/d"]
+    config = parse(["~/mine.yaml", *options, "--run.remote=file://~/copy", "--model.text.tokenizer=~/t"]).config
+    assert config.data.train == f"{tmp_path}/a.tar::{tmp_path}/b.tar"
+    folders = [config.run.output_dir, config.recovery.reuse, config.data.cache_dir, config.data.evaluation_sets]
+    assert folders == [tmp_path / name for name in ("runs", "r", "c", "e")]
+    assert (config.deepspeed, config.model.text.tokenizer) == (f"{tmp_path}/d", f"{tmp_path}/t")
+    assert config.run.remote == "file://~/copy"
+
+
+def test_a_folder_of_an_unknown_user_is_not_created() -> None:
+    for option in ("run.output_dir", "data.cache_dir"):
+        with pytest.raises(UserError, match=f"{option}=~nosuchuser/x names a user that does not exist"):
+            check_config(parse(["demo", f"--{option}=~nosuchuser/x"]).config, 1)
 
 
 def test_every_recipe_says_what_it_trains() -> None:

@@ -15,6 +15,7 @@ from neuclip_ds.checkpoint.sharded_state import OBJECTIVE, STATE, StateFiles
 from neuclip_ds.config import CLIP_BPE, TOKENIZER, Config, LoraConfig, ModelConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
+from neuclip_ds.files import expand_user
 from neuclip_ds.losses.temperature import trained_temperature
 from neuclip_ds.models.build import add_configured_adapters
 from neuclip_ds.models.pretrained.base import (
@@ -69,7 +70,7 @@ def open_model(name: str, communicator: Communicator, average: bool = False) -> 
     Raises `UserError` if the model does not exist, cannot be downloaded or is not supported; if its files are damaged
     or inconsistent; if a package that it needs is not installed; or if `average` is true and no average was saved.
     """
-    path = Path(name).expanduser()
+    path = Path(expand_user(name))
     if is_run(path):
         checkpoint = Path(communicator.on_rank_zero(lambda: str(find_checkpoint(path))))
         verify_together(checkpoint, communicator)
@@ -341,7 +342,7 @@ def planned_source(config: ModelConfig) -> ModelSource:
 
 def _initial_checkpoint(config: ModelConfig) -> str:
     """Return the checkpoint of the run that `model.pretrained` names, or an empty string if it names no run."""
-    path = Path(config.pretrained).expanduser()
+    path = Path(expand_user(config.pretrained))
     return str(find_checkpoint(path)) if config.pretrained and is_run(path) else ""
 
 

@@ -12,6 +12,7 @@ import fsspec
 from neuclip_ds.config import TOKENIZER, Config
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import UserError, explained, install_command, require_package
+from neuclip_ds.files import expand_user
 from neuclip_ds.limits import low_limit
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://")
@@ -68,7 +69,7 @@ def check_model(option: str, name: str) -> None:
         return
     owner = name.split("/")[0]
     is_on_hub = name.count("/") == 1 and re.fullmatch(r"[\w.-]+", owner) and not Path(owner).is_dir()
-    if name and not is_on_hub and not Path(name).expanduser().exists():
+    if name and not is_on_hub and not Path(expand_user(name)).exists():
         raise UserError(
             f"{option}={name} does not exist: pass an existing folder, a model on the hub (OWNER/NAME) or "
             "open_clip:ARCHITECTURE/TAG_OR_FILE."
@@ -84,7 +85,7 @@ def check_path(option: str, path: str) -> None:
         url = _URL.match(part)
         if url:
             _require_store(f"{option}={part}", url[1])
-        elif part and is_local(part) and not _NOT_A_PATH.search(part) and not Path(part).expanduser().exists():
+        elif part and is_local(part) and not _NOT_A_PATH.search(part) and not Path(expand_user(part)).exists():
             where = f"{option}={path}" if part == path else f"{option}={path}: {part}"
             raise UserError(f"{where} does not exist; correct the path.")
 

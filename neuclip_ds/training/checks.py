@@ -29,10 +29,13 @@ _NOT_ARCHITECTURE: Any = {
 def check_config(config: Config, world_size: int) -> None:
     """Raise `UserError` for mistakes in a config that can be found without the data, the model or other ranks.
 
-    These are invalid batch sizes, DeepSpeed configs that are invalid or conflict with other options, and options of
-    stored features, prefixes or the recovery that conflict with others or have no effect. A version of DeepSpeed other
-    than the tested one also raises `UserError`.
+    These are home folders of unknown users, invalid batch sizes, DeepSpeed configs that are invalid or conflict with
+    other options, and options of stored features, prefixes or the recovery that conflict with others or have no effect.
+    A version of DeepSpeed other than the tested one also raises `UserError`.
     """
+    for option, path in {"run.output_dir": config.run.output_dir, "data.cache_dir": config.data.cache_dir}.items():
+        if path is not None and str(path).startswith("~"):  # otherwise, the program would create a folder of this name
+            raise UserError(f"{option}={path} names a user that does not exist on this machine; correct the path.")
     config.micro_batch(world_size)
     check_engine_config(load_engine_config(config, world_size), config.deepspeed)
     if config.ema.decay and config.optimizer.name == "sgd" and config.optimizer.momentum == 0:
