@@ -114,14 +114,17 @@ def recipe_config(recipe: str, options: Mapping[str, Any], plugins: Sequence[str
 
     Raises the same errors as `parse`.
     """
-    tree = merge({"run": {"name": Path(recipe).stem}}, load_recipe(recipe))
     overrides: dict[str, Any] = {}
     for name, value in options.items():
         for key in reversed(name.split(".")):
             value = {key: value}
         overrides = merge(overrides, value)
     _import_plugins(overrides)
-    config = validate(override(tree, overrides))
+    tree = override(load_recipe(recipe), overrides)
+    run = {} if tree.get("run") is None else tree["run"]
+    if isinstance(run, dict) and run.get("name") is None:
+        tree["run"] = {**run, "name": Path(recipe).stem}
+    config = validate(tree)
     for plugin in plugins:
         if plugin not in config.run.plugins:
             config.run.plugins.append(plugin)

@@ -54,6 +54,16 @@ def test_null_switches_and_dashes_are_understood() -> None:
     assert parse(["demo", "--run.name=with-dashes_and_more"]).config.run.name == "with-dashes_and_more"
 
 
+def test_the_name_of_a_run_is_by_default_that_of_its_recipe(tmp_path: Path) -> None:
+    assert parse(["demo", "--run.name=null"]).config.run.name == "demo"
+    for number, text in enumerate(("run: {name: }", "run:", "epochs: 2", "run: {name: null, seed: 3}")):
+        path = tmp_path / f"mine{number}.yaml"
+        path.write_text(text)
+        assert recipe_config(str(path), {}).run.name == f"mine{number}"
+        assert recipe_config(str(path), {"run": {"name": None}}).run.name == f"mine{number}"
+        assert recipe_config(str(path), {"run.name": "other"}).run.name == "other"
+
+
 def test_a_recipe_overrides_its_includes(tmp_path: Path) -> None:
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "a.yaml").write_text("data: {batch_size: 8, workers: 1}\noptimizer: {lr: 0.5}\n")
