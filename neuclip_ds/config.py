@@ -42,15 +42,27 @@ TOKENIZER = "tokenizer"  # folder of the tokenizer, next to CONFIG, if the model
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
+_MOST_NAME_BYTES = 255  # of a file or a folder
+_MOST_RUN_NAME_BYTES = _MOST_NAME_BYTES - len("..starting")  # in the name of the run's staging folder
+
+
+def _usable(path: str) -> str:
+    """Return a path with `~` expanded; raise `ValueError` if a name in a local path is too long for a file."""
+    is_plain = re.search(r"://|[*?[{]", path) is None  # neither a URL nor a pattern
+    if is_plain and any(len(name.encode(errors="replace")) > _MOST_NAME_BYTES for name in re.split("/|::", path)):
+        raise ValueError(f"the path contains a name of more than {_MOST_NAME_BYTES} bytes; correct the path")
+    return expand_user(path)
+
+
 # paths in which `~` stands for the home folder; a Location may also be a URL, paths joined by ::, or a name
-LocalPath = Annotated[Path, AfterValidator(lambda path: Path(expand_user(str(path))))]
-Location = Annotated[str, AfterValidator(expand_user)]
+LocalPath = Annotated[Path, AfterValidator(lambda path: Path(_usable(str(path))))]
+Location = Annotated[str, AfterValidator(_usable)]
 
 
 class RunConfig(Section):
     name: str | None = None
-    """Name of the run's folder: up to 200 letters, digits and any of _ . , = + @ -, beginning with a letter, a digit or
-    _. By default, the recipe's name."""
+    """Name of the run's folder: up to 200 letters, digits and any of _ . , = + @ -, and up to 245 bytes, beginning with
+    a letter, a digit or _. By default, the recipe's name."""
     output_dir: LocalPath = Path("runs")
     """Folder for all runs; the config, log, metrics and checkpoints of a run are in OUTPUT_DIR/NAME."""
     seed: int = Field(0, ge=0)
@@ -99,6 +111,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"{name!r} is not a valid name of a run; use up to 200 letters, digits and any of _ . , = + @ -, and "
                 "begin with a letter, a digit or _"
+            )
+        if name is not None and len(name.encode()) > _MOST_RUN_NAME_BYTES:
+            raise ValueError(
+                f"{name!r} has {len(name.encode())} bytes in UTF-8, which is too long for the name of a folder; use up "
+                f"to {_MOST_RUN_NAME_BYTES} bytes"
             )
         return name
 

@@ -40,6 +40,13 @@ def expand_user(path: str) -> str:
     return _BETWEEN_PATHS.join(map(os.path.expanduser, path.split(_BETWEEN_PATHS)))
 
 
+def exists(path: Path | str) -> bool:
+    """Return whether a path exists; `Path.exists` raises OSError if a name in the path is too long for a file."""
+    with suppress(OSError):
+        return Path(path).exists()
+    return False
+
+
 class Checksum(NamedTuple):
     """Size and CRC-32 of a file."""
 

@@ -138,6 +138,11 @@ def test_a_tilde_in_a_path_is_the_home_folder(tmp_path: Path, monkeypatch: pytes
     assert config.run.remote == "file://~/copy"
 
 
+def test_patterns_and_joined_paths_may_be_long() -> None:
+    for train in ("::".join(f"/data/{number}.tar" for number in range(500)), "{" + ",".join(["a"] * 300) + "}.tar"):
+        assert parse(["demo", f"--data.train={train}"]).config.data.train == train
+
+
 def test_a_folder_of_an_unknown_user_is_not_created() -> None:
     for option in ("run.output_dir", "data.cache_dir"):
         with pytest.raises(UserError, match=f"{option}=~nosuchuser/x names a user that does not exist"):
@@ -161,6 +166,12 @@ def test_every_recipe_says_what_it_trains() -> None:
             (["demo", f"--run.name={name}"], "run.name")
             for name in ("..", "../x", "/x", "a/b", "a\nb", "\x1b[1m", "a*", "")
         ),
+        (
+            ["demo", "--run.name=" + 130 * "\u00e9"],
+            "has 260 bytes in UTF-8, which is too long for",
+        ),
+        (["demo", "--deepspeed=" + 256 * "x"], "deepspeed: the path contains a name of more than 255 bytes"),
+        (["demo", f"--run.output-dir=a/{256 * 'x'}/b"], "run.output_dir: the path contains a name of more than 255"),
         (["demo", "--gpu-memory=0", "--dry-run"], "gpu_memory='0': Input should be greater than 0"),
         (["demo", "--hostfile=hostfiles/8node"], "work only with --dry-run"),
         (["demo", "--data.batch_size=few"], "data.batch_size='few'"),

@@ -15,7 +15,7 @@ from neuclip_ds.checkpoint.sharded_state import OBJECTIVE, STATE, StateFiles
 from neuclip_ds.config import CLIP_BPE, TOKENIZER, Config, LoraConfig, ModelConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
-from neuclip_ds.files import expand_user
+from neuclip_ds.files import exists, expand_user
 from neuclip_ds.losses.temperature import trained_temperature
 from neuclip_ds.models.build import add_configured_adapters
 from neuclip_ds.models.pretrained.base import (
@@ -109,7 +109,7 @@ def open_model(name: str, communicator: Communicator, average: bool = False) -> 
 
 def is_run(path: Path) -> bool:
     """Return whether a path is a run's folder or a checkpoint."""
-    return (path / "checkpoints").is_dir() or is_complete(path)
+    return exists(path) and ((path / "checkpoints").is_dir() or is_complete(path))
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -34,7 +34,7 @@ from neuclip_ds.cli.early_checks import check_model, check_path
 from neuclip_ds.cli.program import Parser, fraction, local_path
 from neuclip_ds.distributed.environment import read_environment
 from neuclip_ds.errors import UserError
-from neuclip_ds.files import expand_user, seen_from_here
+from neuclip_ds.files import exists, expand_user, seen_from_here
 
 if TYPE_CHECKING:  # torch and deepspeed take seconds to import
     from neuclip_ds.checkpoint.saved_model import SavedModel
@@ -135,7 +135,7 @@ def _fractions(text: str) -> list[float]:
 def _named(text: str) -> tuple[str, str]:
     """Split NAME=PATH; the name is empty if the text is an existing path or does not have this form."""
     match = _NAMED.fullmatch(text)
-    if match is None or Path(text).exists():
+    if match is None or exists(text):
         return "", expand_user(text)
     return match[1], expand_user(match[2])
 
