@@ -174,7 +174,8 @@ def _check_size(size: int, model: Any) -> None:
             f"pixels; use {reduction} or more."
         )
     if isinstance(getattr(model, "patch_embed", None), PatchEmbed):
-        check_patches(size, model.patch_embed.patch_size[0])
+        for patch in model.patch_embed.patch_size:  # height and width
+            check_patches(size, patch)
 
 
 def check_patches(size: int, patch: int) -> None:
