@@ -83,7 +83,7 @@ def open_model(name: str, communicator: Communicator, average: bool = False) -> 
             model=model,
             tokenizer=run.tokenizer,
             preprocessing=run.source.preprocessing,
-            logits=_final_logits(state.replicated(OBJECTIVE), run.config, run.initial_logits),
+            logits=final_logits(state.replicated(OBJECTIVE), run.config, run.initial_logits),
             config=run.config,
             checkpoint=checkpoint,
         )
@@ -205,7 +205,7 @@ def read_result(checkpoint: Path, average: bool = False) -> ModelWeights:
     """
     run = open_run(checkpoint)
     state = StateFiles(checkpoint / STATE, verified=True)
-    logits = _final_logits(state.replicated(OBJECTIVE), run.config, run.initial_logits)
+    logits = final_logits(state.replicated(OBJECTIVE), run.config, run.initial_logits)
     source, weights = merged(run.source, run.tokenizer, state.weights(average))
     return ModelWeights(
         name=f"{checkpoint} (ema)" if average else str(checkpoint),
@@ -357,22 +357,21 @@ def _are_close(first: LogitParameters, second: LogitParameters) -> bool:
     return True
 
 
-def _final_logits(state: Mapping[str, Tensor], config: Config, initial: LogitParameters) -> LogitParameters:
+def final_logits(state: Mapping[str, Tensor], config: Config, initial: LogitParameters) -> LogitParameters:
     """Return a run's final temperature and bias; a value that was not stored as one scalar is the initial one.
 
-    A run without SigLIP's loss and without `model.pretrained` has no bias.
+    A run without SigLIP's loss and without `model.pretrained` has no bias. A plugin's loss may store tensors of any
+    shape under the names of the temperature and the bias.
     """
     temperature = config.objective.temperature.initial or initial.temperature
     final_tau = trained_temperature(state)
-    if final_tau is not None:
+    if final_tau is not None and final_tau.numel() == 1:
         temperature = final_tau.item()
 
-    bias: float | None = None
-    if "bias" in state:
-        bias = state["bias"].item()
-    elif config.model.pretrained:
-        bias = initial.bias
-    return LogitParameters(temperature, bias)
+    bias = state.get("bias")
+    if bias is not None and bias.numel() == 1:
+        return LogitParameters(temperature, bias.item())
+    return LogitParameters(temperature, initial.bias if config.model.pretrained else None)
 
 
 def _no_tokenizer() -> CaptionTokenizer:
