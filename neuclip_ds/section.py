@@ -5,10 +5,10 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 
 from neuclip_ds.errors import UserError, redact
 
@@ -43,6 +43,16 @@ class Section(BaseModel):
         """Treat a section that is empty in YAML, such as `data:`, as a section without options."""
         return {} if tree is None else tree
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Reject YAML's `yes` and `true`, which pydantic would read as the number 1; `no` and `false` remain 0."""
+        if value is True and info.field_name is not None:
+            annotation = cls.model_fields[info.field_name].annotation
+            if not _accepts_switch(annotation):
+                raise ValueError("true is not a value of this option; write a number or a text")
+        return value
+
     @field_validator("*", mode="after")
     @classmethod
     def _is_plain(cls, value: Any) -> Any:
@@ -67,6 +77,13 @@ class Section(BaseModel):
                     "the store's library reads"
                 )
         return value
+
+
+def _accepts_switch(annotation: Any) -> bool:
+    """Return whether a type includes true or false, such as `bool`, `int | bool` or `Literal["auto", False]`."""
+    if annotation in (bool, Any) or isinstance(annotation, bool):
+        return True
+    return any(map(_accepts_switch, get_args(annotation)))
 
 
 def is_given(section: Section, name: str) -> bool:

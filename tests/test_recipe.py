@@ -1,6 +1,7 @@
 """Test how the command line and YAML become a validated config, and how the config divides a global batch."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -136,6 +137,37 @@ def test_a_tilde_in_a_path_is_the_home_folder(tmp_path: Path, monkeypatch: pytes
     assert folders == [tmp_path / name for name in ("runs", "r", "c", "e")]
     assert (config.deepspeed, config.model.text.tokenizer) == (f"{tmp_path}/d", f"{tmp_path}/t")
     assert config.run.remote == "file://~/copy"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "setting"),
+    [
+        ("optimizer.cooldown_steps", 5, {"optimizer": {"schedule": "wsd"}}),
+        ("optimizer.momentum", 0.5, {"optimizer": {"name": "sgd"}}),
+        ("data.evaluation_tasks", ["flickr"], {"data": {"evaluation_sets": "sets"}}),
+        ("model.lora.alpha", 8, {"model": {"lora": {"rank": 2}, "vision": {"trainable": "frozen"}}}),
+        ("recovery.loss", "gcl", {"recovery": {"epochs": 1}}),
+        ("recovery.restore", ["moments"], {"recovery": {"reuse": "runs/other"}}),
+    ],
+)
+def test_options_without_effect_are_refused(option: str, value: Any, setting: dict[str, Any]) -> None:
+    config = recipe_config("demo", {option: value})
+    assert validate(yaml.safe_load(dump(config))) == config, "the configs of earlier runs are read"
+    with pytest.raises(UserError, match=rf"{option} has no effect without .*, or omit {option}\."):
+        check_config(config, 1)
+    check_config(recipe_config("demo", {**setting, option: value}), 1)
+
+
+@pytest.mark.parametrize("option", ["data: {val", "run: {evaluate_every", "optimizer: {lr", "data: {captions"])
+def test_yes_is_not_the_number_1(option: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"{option}: yes}}")
+    with pytest.raises(UserError, match="true is not a value of this option"):
+        parse([str(path)])
+    path.write_text("model: {activation_checkpointing: yes, text: {packed: yes}}\ndata: {drop_last: yes, val: no}")
+    config = parse([str(path)]).config
+    assert (config.model.activation_checkpointing, config.model.text.packed, config.data.drop_last) == (True,) * 3
+    assert config.data.val == 0
 
 
 def test_patterns_and_joined_paths_may_be_long() -> None:
