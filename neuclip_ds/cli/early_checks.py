@@ -31,11 +31,8 @@ def check_run(config: Config) -> None:
     problem = low_limit()
     if data.workers and problem:
         raise UserError(problem)
+    check_packages(config)
     model = config.model
-    if run.wandb is not None:
-        require_package("wandb", "run.wandb", "wandb")
-    if model.lora.rank:
-        require_package("peft", "model.lora.rank", "lora")
     check_model("model.pretrained", model.pretrained)
     _check_if_path("model.vision.pretrained", model.vision.pretrained)
     _check_if_path("model.text.pretrained", model.text.pretrained)
@@ -53,6 +50,15 @@ def check_run(config: Config) -> None:
         check_path("objective.reference_model", config.objective.reference_model)
     for folder in config.objective.distill.folders:
         check_path("objective.distill.features", folder)
+
+
+def check_packages(config: Config) -> None:
+    """Raise UserError if a package for an option is missing, or if the scheme of `run.remote` is unknown."""
+    run = config.run
+    if run.wandb is not None:
+        require_package("wandb", "run.wandb", "wandb")
+    if config.model.lora.rank:
+        require_package("peft", "model.lora.rank", "lora")
     url = _URL.match(run.remote or "")
     if url:
         _require_store(f"run.remote={run.remote}", url[1])

@@ -30,8 +30,8 @@ def check_config(config: Config, world_size: int) -> None:
     """Raise `UserError` for mistakes in a config that can be found without the data, the model or other ranks.
 
     These are home folders of unknown users, invalid batch sizes, DeepSpeed configs that are invalid or conflict with
-    other options, options without effect, and options of stored features, prefixes or the recovery that conflict with
-    others. A version of DeepSpeed other than the tested one also raises `UserError`.
+    other options, options that have no effect or do not fit the method, and options of stored features, prefixes or the
+    recovery that conflict with others. A version of DeepSpeed other than the tested one also raises `UserError`.
     """
     for option, path in {"run.output_dir": config.run.output_dir, "data.cache_dir": config.data.cache_dir}.items():
         if path is not None and str(path).startswith("~"):  # otherwise, the program would create a folder of this name
@@ -42,6 +42,13 @@ def check_config(config: Config, world_size: int) -> None:
         raise UserError(
             "ema.decay needs an optimizer with state, in which the average is stored, but sgd with momentum 0 has "
             "none: set optimizer.momentum, choose another optimizer, or set ema.decay=0."
+        )
+    anchors = config.run.normalizer_anchors
+    method = config.objective.method
+    if anchors and not find_method(method).estimates_normalizers:
+        raise UserError(
+            f"run.normalizer_anchors={anchors} measures normalizers, but objective.method={method} estimates none. "
+            "Set run.normalizer_anchors=0."
         )
     _check_effect(config)
     _check_stored_features(config)
