@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
+    AfterValidator,
     Field,
     NonNegativeFloat,
     PositiveFloat,
@@ -27,6 +28,7 @@ from pydantic import (
 from pydantic_settings import NoDecode
 
 from neuclip_ds.errors import UserError, counted
+from neuclip_ds.files import expand_user
 from neuclip_ds.losses.methods import find_method, method_of
 from neuclip_ds.losses.options import ObjectiveConfig, default_objective, objective_config
 from neuclip_ds.section import Section, is_given, merge
@@ -40,12 +42,28 @@ TOKENIZER = "tokenizer"  # folder of the tokenizer, next to CONFIG, if the model
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
+_MOST_NAME_BYTES = 255  # of a file or a folder
+_MOST_RUN_NAME_BYTES = _MOST_NAME_BYTES - len("..starting")  # in the name of the run's staging folder
+
+
+def _usable(path: str) -> str:
+    """Return a path with `~` expanded; raise `ValueError` if a name in a local path is too long for a file."""
+    is_plain = re.search(r"://|[*?[{]", path) is None  # neither a URL nor a pattern
+    if is_plain and any(len(name.encode(errors="replace")) > _MOST_NAME_BYTES for name in re.split("/|::", path)):
+        raise ValueError(f"the path contains a name of more than {_MOST_NAME_BYTES} bytes; correct the path")
+    return expand_user(path)
+
+
+# paths in which `~` stands for the home folder; a Location may also be a URL, paths joined by ::, or a name
+LocalPath = Annotated[Path, AfterValidator(lambda path: Path(_usable(str(path))))]
+Location = Annotated[str, AfterValidator(_usable)]
+
 
 class RunConfig(Section):
     name: str | None = None
-    """Name of the run's folder: up to 200 letters, digits and any of _ . , = + @ -, beginning with a letter, a digit or
-    _. By default, the recipe's name."""
-    output_dir: Path = Path("runs")
+    """Name of the run's folder: up to 200 letters, digits and any of _ . , = + @ -, and up to 245 bytes, beginning with
+    a letter, a digit or _. By default, the recipe's name."""
+    output_dir: LocalPath = Path("runs")
     """Folder for all runs; the config, log, metrics and checkpoints of a run are in OUTPUT_DIR/NAME."""
     seed: int = Field(0, ge=0)
     """Seed for the weights, data order, augmentation and dropout."""
@@ -61,7 +79,7 @@ class RunConfig(Section):
     """Number of consecutive skipped steps (with a non-finite loss or gradient) after which the run returns to its
     newest checkpoint. The run fails if it has no checkpoint, or if it would have to return again before training has
     passed the skipped steps."""
-    remote: str | None = Field(None, min_length=1)
+    remote: Location | None = Field(None, min_length=1)
     """Folder in a remote store, such as s3://bucket/runs. The newest and the best checkpoint, metrics and logs are
     copied to its subfolder NAME while training continues. A run resumes from this copy if its local checkpoints are
     older, damaged or absent."""
@@ -94,13 +112,18 @@ class RunConfig(Section):
                 f"{name!r} is not a valid name of a run; use up to 200 letters, digits and any of _ . , = + @ -, and "
                 "begin with a letter, a digit or _"
             )
+        if name is not None and len(name.encode()) > _MOST_RUN_NAME_BYTES:
+            raise ValueError(
+                f"{name!r} has {len(name.encode())} bytes in UTF-8, which is too long for the name of a folder; use up "
+                f"to {_MOST_RUN_NAME_BYTES} bytes"
+            )
         return name
 
 
 class SourceConfig(Section):
     """One source in a mixture of data sources."""
 
-    path: str = Field(min_length=1)
+    path: Location = Field(min_length=1)
     """Pairs of the source, in any form that `data.train` accepts for a single source."""
     weight: float | None = Field(None, ge=0)
     """Weight of the source in each batch, relative to the other sources. By default, the source's number of samples."""
@@ -134,20 +157,20 @@ class AugmentConfig(Section):
 
 
 class DataConfig(Section):
-    train: Annotated[str | list[SourceConfig], NoDecode] = ""
+    train: Annotated[Location | list[SourceConfig], NoDecode] = ""
     """Training pairs: local tar shards (a folder, a file, a glob or brace pattern, a .txt list of these, or several of
     these joined by ::), a manifest folder (required for remote shards), or `demo:train`; or several weighted sources:
     [{"path": "/data/dfn", "weight": 3}, {"path": "/data/cc12m", "weight": 1}]."""
-    val: Annotated[Annotated[int, Field(ge=0)] | str, Field(union_mode="left_to_right")] = "auto"
+    val: Annotated[Annotated[int, Field(ge=0)] | Location, Field(union_mode="left_to_right")] = "auto"
     """Held-out pairs for retrieval: a single source, in any form that `train` accepts, or the number of pairs to hold
     out of `train`. `auto` uses the `val` folder next to `train` (next to the first of several sources) if it exists;
     otherwise, it holds out 0.1% of the pairs, but at least 200 and at most 10,000, or none if `train` has fewer than
     2,000 pairs. An empty value disables validation."""
-    zero_shot: str = "auto"
+    zero_shot: Location = "auto"
     """Zero-shot set: a folder with one subfolder of images per class, or a folder in CLIP_benchmark's layout. `auto`
     uses the `zero_shot` folder next to `train` (next to the first of several sources) if it exists; an empty value
     disables zero-shot evaluation."""
-    evaluation_sets: Path | None = None
+    evaluation_sets: LocalPath | None = None
     """Folder of evaluation sets to score, DataComp's or your own (docs/how-to/evaluate.md). By default, none."""
     evaluation_tasks: list[str] = Field([])
     """Names, keys or patterns, such as imagenet*, of evaluation sets to score. By default, all in the folder."""
@@ -171,14 +194,14 @@ class DataConfig(Section):
     decoder: Literal["simplejpeg", "pil"] = "simplejpeg"
     """Library that decodes JPEGs: simplejpeg is faster; pil produces open_clip's pixels. For random crops, both first
     scale large JPEGs down to 1/2, 1/4 or 1/8, which open_clip does not do."""
-    image_features: str | None = Field(None, min_length=1)
+    image_features: Location | None = Field(None, min_length=1)
     """Folder that `neuclip-ds embed --output=trunk` wrote for the training data, with the image tower's pooled outputs
     before the projection. Training reads them instead of decoding images and running the tower's frozen trunk
     (docs/how-to/stored_features.md)."""
-    text_features: str | None = Field(None, min_length=1)
+    text_features: Location | None = Field(None, min_length=1)
     """Folder with the text tower's pooled outputs before the projection, in the form of `image_features`. Training then
     does not tokenize captions or run the text tower's frozen trunk."""
-    cache_dir: Path | None = None
+    cache_dir: LocalPath | None = None
     """Folder on each node for copies of remote shards. By default, neuclip_ds_shards-UID in the system's temporary
     folder, writable only by you."""
     cache_gb: float = Field(100, gt=0)
@@ -299,7 +322,7 @@ class TowerConfig(Section):
 class VisionConfig(TowerConfig):
     name: str = "vit_base_patch32_clip_224"
     """Name of a timm model, including DINOv3's (vit_*_dinov3) and SigLIP 2's (vit_*_siglip_*)."""
-    pretrained: str = ""
+    pretrained: Location = ""
     """Pretrained weights of this tower: a timm tag such as openai or augreg_in21k, or a file. Position embeddings are
     resampled to `image_size`. By default, the weights are random."""
     image_size: int | None = Field(None, ge=8, le=1 << 14)
@@ -341,7 +364,7 @@ class VisionConfig(TowerConfig):
 
 
 class TextConfig(TowerConfig):
-    pretrained: str = ""
+    pretrained: Location = ""
     """Folder or hub name of a text encoder of transformers, such as BERT, ModernBERT, XLM-R or a Gemma- or Qwen-style
     embedding model. The tower starts from its weights and uses its tokenizer. By default, the tower is CLIP's
     transformer with random weights."""
@@ -351,7 +374,7 @@ class TextConfig(TowerConfig):
     sentence-transformers config; if this config is missing or unsupported, the option is required."""
     projection: Projection = "linear"
     """Projection of the text feature to the joint space; see `model.vision.projection`."""
-    tokenizer: str | None = None
+    tokenizer: Location | None = None
     """Folder or hub name of a transformers tokenizer, or `clip_bpe` (CLIP's English tokenizer, which needs the
     open_clip_torch package). By default, or if that package is missing, a byte-level BPE is trained on the captions. A
     copy of the tokenizer is saved in the run's folder and is used when the run resumes."""
@@ -397,7 +420,7 @@ class TextConfig(TowerConfig):
 
 
 class ModelConfig(Section):
-    pretrained: str = ""
+    pretrained: Location = ""
     """Checkpoint from which both towers start; it sets their architecture and tokenizer. Give the folder or hub name of
     a transformers model (CLIP, MetaCLIP 2, SigLIP, fixed-resolution SigLIP 2) or of an open_clip model,
     open_clip:ARCHITECTURE/TAG_OR_FILE, or the folder of a run or of a checkpoint in it."""
@@ -551,7 +574,7 @@ class RecoveryConfig(Section):
     restore: list[Literal["moments", "statistics"]] = Field(["moments", "statistics"])
     """Recovered state that training uses: the optimizer's moments and step count (`moments`), and each sample's u if
     the method keeps u (`statistics`)."""
-    reuse: Path | None = None
+    reuse: LocalPath | None = None
     """Folder of a run whose recovery is reused, or one of its checkpoints; that run must have had the same initial
     weights and optimizer and, to restore `statistics`, the same data, temperature and reference model."""
 
@@ -595,7 +618,7 @@ class Config(Section):
     """Passes over the training data."""
     max_steps: int | None = Field(None, ge=1)
     """Number of training steps; overrides `epochs`."""
-    deepspeed: str = "zero1_bf16"
+    deepspeed: Location = "zero1_bf16"
     """DeepSpeed config: a name in ds_configs/ or the path of a JSON file."""
 
     @field_validator("objective", mode="before")

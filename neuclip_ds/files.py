@@ -27,8 +27,24 @@ from neuclip_ds.limits import fix_of_limit
 log = logging.getLogger(__name__)
 
 _CHUNK = 16 << 20
+_BETWEEN_PATHS = "::"  # between the paths of a source of pairs, as in `data.train`
 FIX_OF_CACHE = "set data.cache_dir, --cache-dir or TMPDIR to another folder"
 _failures: dict[Path, int] = {}  # how often each path given to `best_effort` could not be written
+
+
+def expand_user(path: str) -> str:
+    """Return a path, or several paths joined by ::, with `~` and `~USER` replaced by home folders.
+
+    URLs are unchanged, and so is the path of an unknown user, for which `Path.expanduser` would raise RuntimeError.
+    """
+    return _BETWEEN_PATHS.join(map(os.path.expanduser, path.split(_BETWEEN_PATHS)))
+
+
+def exists(path: Path | str) -> bool:
+    """Return whether a path exists; `Path.exists` raises OSError if a name in the path is too long for a file."""
+    with suppress(OSError):
+        return Path(path).exists()
+    return False
 
 
 class Checksum(NamedTuple):

@@ -17,8 +17,17 @@ from pydantic import BaseModel, Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, CliImplicitFlag, CliPositionalArg, CliSettingsSource, SettingsError
 
-from neuclip_ds.config import CONFIG, REPLACED_BY_CHECKPOINT, REPLACED_BY_TEXT_ENCODER, SIZES, Config, without_replaced
+from neuclip_ds.config import (
+    CONFIG,
+    REPLACED_BY_CHECKPOINT,
+    REPLACED_BY_TEXT_ENCODER,
+    SIZES,
+    Config,
+    LocalPath,
+    without_replaced,
+)
 from neuclip_ds.errors import UserError, counted
+from neuclip_ds.files import expand_user
 from neuclip_ds.losses.methods import METHODS, REGISTERED_OPTIONS, find_method, method_of, method_sections
 from neuclip_ds.losses.options import ObjectiveConfig, objective_config
 from neuclip_ds.losses.plugins import import_plugin
@@ -49,11 +58,11 @@ class TrainCommand(Config):
     dry_run: CliImplicitFlag[bool] = False
     """Check the config, the model and the data without training, print the sizes of the model and the data and the
     estimated memory and traffic, and stop."""
-    hostfile: Path | None = None
+    hostfile: LocalPath | None = None
     """With --dry-run: plan for the nodes in this hostfile instead of the ranks of this launch."""
     gpu_memory: float | None = Field(None, gt=0)
     """With --dry-run: memory of one GPU in GB; the lowest ZeRO stage that fits is printed."""
-    measured: Path | None = None
+    measured: LocalPath | None = None
     """With --dry-run: folder of a run of at least 20 steps with the same model, DeepSpeed config and method, from whose
     speed the hours of this run are estimated."""
     profile: CliImplicitFlag[bool] = False
@@ -105,14 +114,17 @@ def recipe_config(recipe: str, options: Mapping[str, Any], plugins: Sequence[str
 
     Raises the same errors as `parse`.
     """
-    tree = merge({"run": {"name": Path(recipe).stem}}, load_recipe(recipe))
     overrides: dict[str, Any] = {}
     for name, value in options.items():
         for key in reversed(name.split(".")):
             value = {key: value}
         overrides = merge(overrides, value)
     _import_plugins(overrides)
-    config = validate(override(tree, overrides))
+    tree = override(load_recipe(recipe), overrides)
+    run = {} if tree.get("run") is None else tree["run"]
+    if isinstance(run, dict) and run.get("name") is None:
+        tree["run"] = {**run, "name": Path(recipe).stem}
+    config = validate(tree)
     for plugin in plugins:
         if plugin not in config.run.plugins:
             config.run.plugins.append(plugin)
@@ -414,6 +426,7 @@ def _find_recipe(name: str, including: Path | None) -> Path:
 
     Raises `UserError` if there is none.
     """
+    name = expand_user(name)
     candidates = [RECIPES / f"{name}.yaml", Path(name)]
     if including is not None:
         candidates = [including.parent / name, including.parent / f"{name}.yaml", *candidates]

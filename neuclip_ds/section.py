@@ -5,14 +5,15 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 
 from neuclip_ds.errors import UserError, redact
 
 _MAX_YAML_VALUES = 100_000  # values of a YAML file after its aliases are expanded; recipes have about 100
+_YAML_MERGE = "tag:yaml.org,2002:merge"  # the key <<, which may occur several times
 
 
 class Section(BaseModel):
@@ -42,6 +43,16 @@ class Section(BaseModel):
         """Treat a section that is empty in YAML, such as `data:`, as a section without options."""
         return {} if tree is None else tree
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Reject YAML's `yes` and `true`, which pydantic would read as the number 1; `no` and `false` remain 0."""
+        if value is True and info.field_name is not None:
+            annotation = cls.model_fields[info.field_name].annotation
+            if not _accepts_switch(annotation):
+                raise ValueError("true is not a value of this option; write a number or a text")
+        return value
+
     @field_validator("*", mode="after")
     @classmethod
     def _is_plain(cls, value: Any) -> Any:
@@ -68,6 +79,13 @@ class Section(BaseModel):
         return value
 
 
+def _accepts_switch(annotation: Any) -> bool:
+    """Return whether a type includes true or false, such as `bool`, `int | bool` or `Literal["auto", False]`."""
+    if annotation in (bool, Any) or isinstance(annotation, bool):
+        return True
+    return any(map(_accepts_switch, get_args(annotation)))
+
+
 def is_given(section: Section, name: str) -> bool:
     """Return whether an option was set, even if to its default; null clears an option and does not count as a value."""
     return name in section.model_fields_set and getattr(section, name) is not None
@@ -91,7 +109,7 @@ def read_options(path: Path) -> Any:
     """Return the content of a YAML or .json file of options; raise `UserError` if it cannot be read or is invalid."""
     try:
         text = path.read_bytes()
-        return json.loads(text) if path.suffix == ".json" else read_yaml(text)
+        return json.loads(text, object_pairs_hook=_without_repeats) if path.suffix == ".json" else read_yaml(text)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}; check the path and permissions.") from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:  # RecursionError: deeply nested JSON
@@ -102,17 +120,20 @@ def read_options(path: Path) -> Any:
 def read_yaml(text: bytes | str) -> Any:
     """Return the content of a YAML document; None if it is empty.
 
-    Raises `ValueError` or `yaml.YAMLError` if the document is invalid. This includes aliases that contain themselves,
-    and more than 100,000 values after all aliases are expanded: merging and validating such options would take too long
-    or never end.
+    Raises `ValueError` or `yaml.YAMLError` if the document is invalid. This includes a key that a mapping contains
+    twice, aliases that contain themselves, and more than 100,000 values after all aliases are expanded: merging and
+    validating such options would take too long or never end.
     """
     loader = yaml.SafeLoader(text)
     try:
         node = loader.get_single_node()
         if node is None:
             return None
-        if _expanded_size(node, {}) > _MAX_YAML_VALUES:
+        sizes: dict[yaml.Node, int | None] = {}
+        if _expanded_size(node, sizes) > _MAX_YAML_VALUES:
             raise ValueError(f"it contains more than {_MAX_YAML_VALUES} values, with its aliases (*NAME) expanded")
+        for visited in sizes:
+            _check_keys(visited)
         return loader.construct_document(node)
     except (ValueError, yaml.YAMLError):
         raise
@@ -139,6 +160,34 @@ def _expanded_size(node: yaml.Node, sizes: dict[yaml.Node, int | None]) -> int:
     size = 1 + sum(_expanded_size(part, sizes) for part in parts)
     sizes[node] = size
     return size
+
+
+def _check_keys(node: yaml.Node) -> None:
+    """Raise `ValueError` if a node is a mapping that contains a key twice; PyYAML would drop the first value."""
+    if not isinstance(node, yaml.MappingNode):
+        return
+    lines: dict[tuple[str, str], int] = {}
+    for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode) or key.tag == _YAML_MERGE:
+            continue
+        line = key.start_mark.line + 1
+        name = (key.tag, key.value)
+        if name in lines:
+            raise ValueError(
+                f"the key {key.value!r} occurs twice, in lines {lines[name]} and {line}; write its options under one "
+                "key"
+            )
+        lines[name] = line
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the keys and values of a JSON object as a dict; raise `ValueError` if a key occurs twice."""
+    content: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in content:
+            raise ValueError(f"the key {key!r} occurs twice in an object; write its options under one key")
+        content[key] = value
+    return content
 
 
 def _leaves(tree: Any) -> Iterator[Any]:

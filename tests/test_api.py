@@ -23,8 +23,10 @@ from ranks import run_ranks
 
 import neuclip_ds
 from neuclip_ds.checkpoint.saved_model import open_model, read_result
+from neuclip_ds.data.manifest import from_shards
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.stop_signals import STOP_SIGNALS
+from neuclip_ds.evaluation.evaluator import HeldOut, metric_names
 from neuclip_ds.recipe import recipe_config
 
 SMALL = {
@@ -108,8 +110,9 @@ def test_a_run_does_not_depend_on_the_callers_settings(
     run: neuclip_ds.Run, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    where = {"run": {"output_dir": "runs", "name": None}, "run.log_every": 1, "data.train": str(shards)}
+    where = {"run.output_dir": "runs", "run.log_every": 1, "data.train": str(shards)}
     config = recipe_config("demo", {**SMALL, **where})
+    config.run.name = None
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.set_default_dtype(torch.float64)
     try:
@@ -169,6 +172,10 @@ def test_results_include_metrics_of_training_and_evaluation(run: neuclip_ds.Run)
     assert run.folder.name == "library"
     assert {"loss", "tau", "image_to_text_recall@1"} <= run.results.keys()
     assert run.results["lr"] < 1e-3  # the learning rate of the last step
+    held_out = HeldOut(pairs=from_shards([]), origin_of_pairs="", zero_shot=None, task_sets=[])
+    names = metric_names(recipe_config("demo", SMALL), held_out)
+    evaluated = {name for name in run.results if "recall@" in name or name == "retrieval_pairs"}
+    assert {name for name in evaluated if not name.startswith("chance/")} == set(names)
 
 
 def test_the_model_encodes_images_and_texts(run: neuclip_ds.Run, tmp_path: Path) -> None:

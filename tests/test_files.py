@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from neuclip_ds.errors import UserError
-from neuclip_ds.files import atomic_write, claimed, new_folder, seen_from_here
+from neuclip_ds.files import atomic_write, claimed, expand_user, new_folder, seen_from_here
 
 
 def test_a_folder_that_cannot_be_written_changes_nothing(tmp_path: Path) -> None:
@@ -63,3 +63,10 @@ def test_messages_show_paths_in_the_working_directory_relative_to_it(
     assert seen_from_here(tmp_path / "runs" / "demo") == Path("runs/demo")
     assert seen_from_here(Path("runs/demo")) == Path("runs/demo")
     assert seen_from_here(Path("/elsewhere/demo")) == Path("/elsewhere/demo")
+
+
+def test_home_folders_are_expanded_in_each_of_several_paths_but_not_in_urls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert expand_user("~/a/0.tar::s3://b/~/c::~nosuchuser/d::e/~") == (
+        "/home/me/a/0.tar::s3://b/~/c::~nosuchuser/d::e/~"
+    )

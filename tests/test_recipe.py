@@ -1,6 +1,7 @@
 """Test how the command line and YAML become a validated config, and how the config divides a global batch."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -9,6 +10,7 @@ from neuclip_ds.config import Config, dump
 from neuclip_ds.errors import UserError
 from neuclip_ds.losses.neuclip_options import NpnConfig
 from neuclip_ds.recipe import load_recipe, option_fields, parse, recipe_config, recipe_names, recipe_summary, validate
+from neuclip_ds.training.checks import check_config
 
 
 def test_every_recipe_is_valid_and_survives_its_dump() -> None:
@@ -51,6 +53,16 @@ def test_null_switches_and_dashes_are_understood() -> None:
     assert with_dashes == parse(["demo", "--data.batch_size=32", "--print_config", "--objective.comm_dtype=bfloat16"])
     assert with_dashes.config.data.batch_size == 32
     assert parse(["demo", "--run.name=with-dashes_and_more"]).config.run.name == "with-dashes_and_more"
+
+
+def test_the_name_of_a_run_is_by_default_that_of_its_recipe(tmp_path: Path) -> None:
+    assert parse(["demo", "--run.name=null"]).config.run.name == "demo"
+    for number, text in enumerate(("run: {name: }", "run:", "epochs: 2", "run: {name: null, seed: 3}")):
+        path = tmp_path / f"mine{number}.yaml"
+        path.write_text(text)
+        assert recipe_config(str(path), {}).run.name == f"mine{number}"
+        assert recipe_config(str(path), {"run": {"name": None}}).run.name == f"mine{number}"
+        assert recipe_config(str(path), {"run.name": "other"}).run.name == "other"
 
 
 def test_a_recipe_overrides_its_includes(tmp_path: Path) -> None:
@@ -114,6 +126,61 @@ def test_a_mapping_is_merged_unless_it_is_cleared(cleared: str, tmp_path: Path) 
     assert later.model.vision.options == {"depth": 3}
 
 
+def test_a_tilde_in_a_path_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shells leave the `~` of --NAME=~/PATH as it is, and so does YAML."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.yaml").write_text("include: [demo]\nrun: {output_dir: ~/runs}\nrecovery: {epochs: 1, reuse: ~/r}")
+    options = ["--data.train=~/a.tar::~/b.tar", "--data.cache-dir=~/c", "--data.evaluation-sets=~/e", "--deepspeed=~/d"]
+    config = parse(["~/mine.yaml", *options, "--run.remote=file://~/copy", "--model.text.tokenizer=~/t"]).config
+    assert config.data.train == f"{tmp_path}/a.tar::{tmp_path}/b.tar"
+    folders = [config.run.output_dir, config.recovery.reuse, config.data.cache_dir, config.data.evaluation_sets]
+    assert folders == [tmp_path / name for name in ("runs", "r", "c", "e")]
+    assert (config.deepspeed, config.model.text.tokenizer) == (f"{tmp_path}/d", f"{tmp_path}/t")
+    assert config.run.remote == "file://~/copy"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "setting"),
+    [
+        ("optimizer.cooldown_steps", 5, {"optimizer": {"schedule": "wsd"}}),
+        ("optimizer.momentum", 0.5, {"optimizer": {"name": "sgd"}}),
+        ("data.evaluation_tasks", ["flickr"], {"data": {"evaluation_sets": "sets"}}),
+        ("model.lora.alpha", 8, {"model": {"lora": {"rank": 2}, "vision": {"trainable": "frozen"}}}),
+        ("recovery.loss", "gcl", {"recovery": {"epochs": 1}}),
+        ("recovery.restore", ["moments"], {"recovery": {"reuse": "runs/other"}}),
+    ],
+)
+def test_options_without_effect_are_refused(option: str, value: Any, setting: dict[str, Any]) -> None:
+    config = recipe_config("demo", {option: value})
+    assert validate(yaml.safe_load(dump(config))) == config, "the configs of earlier runs are read"
+    with pytest.raises(UserError, match=rf"{option} has no effect without .*, or omit {option}\."):
+        check_config(config, 1)
+    check_config(recipe_config("demo", {**setting, option: value}), 1)
+
+
+@pytest.mark.parametrize("option", ["data: {val", "run: {evaluate_every", "optimizer: {lr", "data: {captions"])
+def test_yes_is_not_the_number_1(option: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"{option}: yes}}")
+    with pytest.raises(UserError, match="true is not a value of this option"):
+        parse([str(path)])
+    path.write_text("model: {activation_checkpointing: yes, text: {packed: yes}}\ndata: {drop_last: yes, val: no}")
+    config = parse([str(path)]).config
+    assert (config.model.activation_checkpointing, config.model.text.packed, config.data.drop_last) == (True,) * 3
+    assert config.data.val == 0
+
+
+def test_patterns_and_joined_paths_may_be_long() -> None:
+    for train in ("::".join(f"/data/{number}.tar" for number in range(500)), "{" + ",".join(["a"] * 300) + "}.tar"):
+        assert parse(["demo", f"--data.train={train}"]).config.data.train == train
+
+
+def test_a_folder_of_an_unknown_user_is_not_created() -> None:
+    for option in ("run.output_dir", "data.cache_dir"):
+        with pytest.raises(UserError, match=f"{option}=~nosuchuser/x names a user that does not exist"):
+            check_config(parse(["demo", f"--{option}=~nosuchuser/x"]).config, 1)
+
+
 def test_every_recipe_says_what_it_trains() -> None:
     assert [name for name in recipe_names() if len(recipe_summary(name)) < 10] == []
     assert "default recipe" in recipe_summary("demo")
@@ -131,6 +198,12 @@ def test_every_recipe_says_what_it_trains() -> None:
             (["demo", f"--run.name={name}"], "run.name")
             for name in ("..", "../x", "/x", "a/b", "a\nb", "\x1b[1m", "a*", "")
         ),
+        (
+            ["demo", "--run.name=" + 130 * "\u00e9"],
+            "has 260 bytes in UTF-8, which is too long for",
+        ),
+        (["demo", "--deepspeed=" + 256 * "x"], "deepspeed: the path contains a name of more than 255 bytes"),
+        (["demo", f"--run.output-dir=a/{256 * 'x'}/b"], "run.output_dir: the path contains a name of more than 255"),
         (["demo", "--gpu-memory=0", "--dry-run"], "gpu_memory='0': Input should be greater than 0"),
         (["demo", "--hostfile=hostfiles/8node"], "work only with --dry-run"),
         (["demo", "--data.batch_size=few"], "data.batch_size='few'"),

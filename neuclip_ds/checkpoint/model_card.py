@@ -9,7 +9,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from neuclip_ds.checkpoint.integrity import read_meta
 from neuclip_ds.config import Config
 from neuclip_ds.evaluation.tasks import load_tasks
-from neuclip_ds.reporting.metrics import AVERAGED, CHANCE, read_metrics, scores_among
+from neuclip_ds.reporting.metrics import AVERAGED, CHANCE, name_of_full_model, read_metrics, scores_among
 
 
 def model_card(
@@ -82,7 +82,8 @@ def _metrics_at(step: int, path: Path) -> dict[str, float]:
 
 def _eval_result(config: Config, score: str, value: float) -> EvalResult:
     """Return a score and the name of its dataset as an entry of the hub's `model-index`."""
-    kind, _, key = score.partition("/")
+    name = name_of_full_model(score)
+    kind, _, key = name.partition("/")
     task_type = "zero-shot-image-classification"
     metric = "accuracy"
     if kind == "task":
@@ -95,7 +96,7 @@ def _eval_result(config: Config, score: str, value: float) -> EvalResult:
     elif kind == "average":
         dataset = load_tasks().averages[key]
         metric = "mean of the main metrics"
-    elif score.startswith("zero_shot"):
+    elif name.startswith("zero_shot"):
         dataset = _evaluation_set(config, config.data.zero_shot, "zero-shot")
     else:
         dataset = _evaluation_set(config, config.data.val, "validation")

@@ -14,6 +14,7 @@ from neuclip_ds.checkpoint.sharded_state import OBJECTIVE, STATE, StateFiles
 from neuclip_ds.config import CLIP_BPE, TOKENIZER, Config, LoraConfig, ModelConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
+from neuclip_ds.files import exists, expand_user
 from neuclip_ds.losses.temperature import trained_temperature
 from neuclip_ds.models.build import add_configured_adapters
 from neuclip_ds.models.pretrained.base import (
@@ -68,7 +69,7 @@ def open_model(name: str, communicator: Communicator, average: bool = False) -> 
     Raises `UserError` if the model does not exist, cannot be downloaded or is not supported; if its files are damaged
     or inconsistent; if a package that it needs is not installed; or if `average` is true and no average was saved.
     """
-    path = Path(name).expanduser()
+    path = Path(expand_user(name))
     if is_run(path):
         checkpoint = Path(communicator.on_rank_zero(lambda: str(find_checkpoint(path))))
         verify_together(checkpoint, communicator)
@@ -81,7 +82,7 @@ def open_model(name: str, communicator: Communicator, average: bool = False) -> 
             model=model,
             tokenizer=run.tokenizer,
             preprocessing=run.source.preprocessing,
-            logits=_final_logits(state.replicated(OBJECTIVE), run.config, run.initial_logits),
+            logits=final_logits(state.replicated(OBJECTIVE), run.config, run.initial_logits),
             config=run.config,
             checkpoint=checkpoint,
         )
@@ -108,7 +109,7 @@ def open_model(name: str, communicator: Communicator, average: bool = False) -> 
 
 def is_run(path: Path) -> bool:
     """Return whether a path is a run's folder or a checkpoint."""
-    return (path / "checkpoints").is_dir() or is_complete(path)
+    return exists(path) and ((path / "checkpoints").is_dir() or is_complete(path))
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -206,7 +207,7 @@ def read_result(checkpoint: Path, average: bool = False) -> ModelWeights:
     """
     run = open_run(checkpoint)
     state = StateFiles(checkpoint / STATE, verified=True)
-    logits = _final_logits(state.replicated(OBJECTIVE), run.config, run.initial_logits)
+    logits = final_logits(state.replicated(OBJECTIVE), run.config, run.initial_logits)
     source, weights = merged(run.source, run.tokenizer, state.weights(average))
     return ModelWeights(
         name=f"{checkpoint} (ema)" if average else str(checkpoint),
@@ -347,7 +348,7 @@ def planned_source(config: ModelConfig) -> ModelSource:
 
 def _initial_checkpoint(config: ModelConfig) -> str:
     """Return the checkpoint of the run that `model.pretrained` names, or an empty string if it names no run."""
-    path = Path(config.pretrained).expanduser()
+    path = Path(expand_user(config.pretrained))
     return str(find_checkpoint(path)) if config.pretrained and is_run(path) else ""
 
 
@@ -362,19 +363,21 @@ def _are_close(first: LogitParameters, second: LogitParameters) -> bool:
     return True
 
 
-def _final_logits(state: Mapping[str, Tensor], config: Config, initial: LogitParameters) -> LogitParameters:
+def final_logits(state: Mapping[str, Tensor], config: Config, initial: LogitParameters) -> LogitParameters:
     """Return a run's final temperature and bias; a value that was not stored as one scalar is the initial one.
 
-    A run without SigLIP's loss and without `model.pretrained` has no bias.
+    A run without SigLIP's loss and without `model.pretrained` has no bias. A plugin's loss may store tensors of any
+    shape under the names of the temperature and the bias.
     """
     temperature = config.objective.temperature.initial or initial.temperature
     final_tau = trained_temperature(state)
-    if final_tau is not None:
+    if final_tau is not None and final_tau.numel() == 1:
         temperature = final_tau.item()
 
+    saved_bias = state.get("bias")
     bias: float | None = None
-    if "bias" in state:
-        bias = state["bias"].item()
+    if saved_bias is not None and saved_bias.numel() == 1:
+        bias = saved_bias.item()
     elif config.model.pretrained:
         bias = initial.bias
     return LogitParameters(temperature, bias)

@@ -16,10 +16,9 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import cast
 
-from neuclip_ds.cli.program import Parser, progress_bar
+from neuclip_ds.cli.program import Parser, local_path, progress_bar
 from neuclip_ds.data.build import write_manifest
 from neuclip_ds.data.children import process_pool
 from neuclip_ds.data.decoders import Captions
@@ -35,7 +34,7 @@ _MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")  # set by Open MPI, MPI
 
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds build-manifest", description=__doc__)
-    parser.add_argument("folder", type=Path, help="folder for the manifest")
+    parser.add_argument("folder", type=local_path, help="folder for the manifest")
     parser.add_argument("sources", nargs="+", help="tars, folders, globs, brace patterns, URLs, or .txt lists of these")
     parser.add_argument(
         "--no-checksum",

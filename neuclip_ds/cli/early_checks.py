@@ -12,6 +12,7 @@ import fsspec
 from neuclip_ds.config import TOKENIZER, Config
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import UserError, explained, install_command, require_package
+from neuclip_ds.files import exists, expand_user
 from neuclip_ds.limits import low_limit
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://")
@@ -30,15 +31,12 @@ def check_run(config: Config) -> None:
     problem = low_limit()
     if data.workers and problem:
         raise UserError(problem)
+    check_packages(config)
     model = config.model
-    if run.wandb is not None:
-        require_package("wandb", "run.wandb", "wandb")
-    if model.lora.rank:
-        require_package("peft", "model.lora.rank", "lora")
     check_model("model.pretrained", model.pretrained)
     _check_if_path("model.vision.pretrained", model.vision.pretrained)
     _check_if_path("model.text.pretrained", model.text.pretrained)
-    if not (run.output_dir / str(run.name) / TOKENIZER).is_dir():  # otherwise, the run resumes with this tokenizer
+    if not exists(run.output_dir / str(run.name) / TOKENIZER):  # otherwise, the run resumes with this tokenizer
         _check_if_path("model.text.tokenizer", model.text.tokenizer or "")
     for path in data.train_paths:
         check_path("data.train", path)
@@ -52,6 +50,15 @@ def check_run(config: Config) -> None:
         check_path("objective.reference_model", config.objective.reference_model)
     for folder in config.objective.distill.folders:
         check_path("objective.distill.features", folder)
+
+
+def check_packages(config: Config) -> None:
+    """Raise UserError if a package for an option is missing, or if the scheme of `run.remote` is unknown."""
+    run = config.run
+    if run.wandb is not None:
+        require_package("wandb", "run.wandb", "wandb")
+    if config.model.lora.rank:
+        require_package("peft", "model.lora.rank", "lora")
     url = _URL.match(run.remote or "")
     if url:
         _require_store(f"run.remote={run.remote}", url[1])
@@ -67,8 +74,8 @@ def check_model(option: str, name: str) -> None:
         require_package("open_clip", f"{option}={name}", "open_clip")
         return
     owner = name.split("/")[0]
-    is_on_hub = name.count("/") == 1 and re.fullmatch(r"[\w.-]+", owner) and not Path(owner).is_dir()
-    if name and not is_on_hub and not Path(name).expanduser().exists():
+    is_on_hub = re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", name, re.ASCII) and not Path(owner).is_dir()
+    if name and not is_on_hub and not exists(expand_user(name)):
         raise UserError(
             f"{option}={name} does not exist: pass an existing folder, a model on the hub (OWNER/NAME) or "
             "open_clip:ARCHITECTURE/TAG_OR_FILE."
@@ -84,7 +91,7 @@ def check_path(option: str, path: str) -> None:
         url = _URL.match(part)
         if url:
             _require_store(f"{option}={part}", url[1])
-        elif part and is_local(part) and not _NOT_A_PATH.search(part) and not Path(part).expanduser().exists():
+        elif part and is_local(part) and not _NOT_A_PATH.search(part) and not exists(expand_user(part)):
             where = f"{option}={path}" if part == path else f"{option}={path}: {part}"
             raise UserError(f"{where} does not exist; correct the path.")
 

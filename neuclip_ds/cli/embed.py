@@ -20,11 +20,10 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuclip_ds.cli.early_checks import check_model, check_path
-from neuclip_ds.cli.program import Parser
+from neuclip_ds.cli.program import Parser, local_path
 from neuclip_ds.config import DataConfig
 from neuclip_ds.distributed.environment import read_environment
 from neuclip_ds.errors import UserError, counted
@@ -43,7 +42,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds embed", description=__doc__)
     parser.add_argument("model", help="a run, a checkpoint, a pretrained model, timm:NAME or hf:NAME")
     parser.add_argument("shards", help="dataset, as in data.train: a folder, glob, brace pattern or manifest")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the features, shared by all nodes")
+    parser.add_argument("--out", type=local_path, required=True, help="folder for the features, shared by all nodes")
     parser.add_argument("--ema", action="store_true", help="use the moving average of a run's weights (ema.decay)")
     parser.add_argument(
         "--output",
@@ -103,7 +102,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--uid-key", default="uid", help="key of the uid in a sample's JSON")
     parser.add_argument(
         "--cache-dir",
-        type=Path,
+        type=local_path,
         help="folder on each node for copies of remote shards (default: as for data.cache_dir)",
     )
     parser.add_argument("--cache-gb", type=float, default=100, help="size limit of --cache-dir, in GB")

@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuclip_ds.cli.early_checks import check_model, check_path
-from neuclip_ds.cli.program import Parser, fraction
+from neuclip_ds.cli.program import Parser, fraction, local_path
 from neuclip_ds.distributed.environment import read_environment
 from neuclip_ds.errors import UserError
-from neuclip_ds.files import seen_from_here
+from neuclip_ds.files import exists, expand_user, seen_from_here
 
 if TYPE_CHECKING:  # torch and deepspeed take seconds to import
     from neuclip_ds.checkpoint.saved_model import SavedModel
@@ -73,7 +73,9 @@ class Options:
 
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds evaluate", description=__doc__)
-    parser.add_argument("model", help="a run's folder (its newest checkpoint), a checkpoint, or a pretrained model")
+    parser.add_argument(
+        "model", type=expand_user, help="a run's folder (its newest checkpoint), a checkpoint, or a pretrained model"
+    )
     parser.add_argument(
         "--data",
         nargs="+",
@@ -88,7 +90,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=local_path,
         help="folder for results (default for a run: RUN/evaluation/CHECKPOINT; other models need --out)",
     )
     parser.add_argument("--batch-size", type=int, default=256, help="images or captions that each rank encodes at once")
@@ -133,7 +135,9 @@ def _fractions(text: str) -> list[float]:
 def _named(text: str) -> tuple[str, str]:
     """Split NAME=PATH; the name is empty if the text is an existing path or does not have this form."""
     match = _NAMED.fullmatch(text)
-    return ("", text) if match is None or Path(text).exists() else (match[1], match[2])
+    if match is None or exists(text):
+        return "", expand_user(text)
+    return match[1], expand_user(match[2])
 
 
 def _partition(paths: Sequence[str], names: Mapping[str, str]) -> tuple[list[tuple[str, str]], list[str]]:
@@ -302,11 +306,18 @@ def _score_model(
     from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
     from neuclip_ds.evaluation.results import Results
     from neuclip_ds.evaluation.suite import measure, measure_pairs
+    from neuclip_ds.models.weights_hash import weights_hash
     from neuclip_ds.reporting.metrics import percent
 
     device = communicator.device
     batch_size = max(1, options.batch_size)
-    identity = {"model": _name_for(saved, folder), "precision": options.precision}
+
+    def identify() -> dict[str, str]:
+        # a run that was trained again, or an export to the same folder, has the same name but other weights
+        weights = weights_hash(saved.model, with_adapters=True)
+        return {"model": _name_for(saved, folder), "precision": options.precision, "weights": weights}
+
+    identity = communicator.on_rank_zero(identify)
 
     def find_unscored() -> dict[str, str]:
         known = Results(folder, identity, saved.name)  # version 0.1 stored the absolute path of a checkpoint

@@ -28,6 +28,7 @@ from neuclip_ds.cli.early_checks import check_model, check_path
 from neuclip_ds.cli.program import Parser, progress_bar
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import Interrupted, UserError, counted, explained, install_command
+from neuclip_ds.files import expand_user
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from neuclip_ds.data.loader import LoaderOptions
@@ -179,7 +180,7 @@ def open_images(
         seed = embedding["seed"]
     data_options = {"train": options.images, "workers": options.workers, "captions": captions}
     data = validate({"data": data_options}).data
-    folder = Path(options.images).expanduser()
+    folder = Path(expand_user(options.images))
     if _is_image_folder(folder):
         if embeddings:
             raise UserError(

@@ -12,10 +12,9 @@ docs/tutorials/fine_tuning.md shows how to choose a blend.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from neuclip_ds.cli.early_checks import check_path
-from neuclip_ds.cli.program import Parser, fraction
+from neuclip_ds.cli.program import Parser, fraction, local_path
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import seen_from_here
 
@@ -23,10 +22,10 @@ from neuclip_ds.files import seen_from_here
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds export", description=__doc__)
     run_help = "a run's folder (its newest checkpoint), or a checkpoint in it"
-    parser.add_argument("run", type=Path, nargs="?", help=run_help)
+    parser.add_argument("run", type=local_path, nargs="?", help=run_help)
     parser.add_argument(
         "--soup",
-        type=Path,
+        type=local_path,
         nargs="+",
         metavar="RUNS",
         help="several runs instead of one: export the average of their weights",
@@ -35,7 +34,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--format", choices=forms, default="transformers", help="library that will load the exported model"
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder to write to; must be absent or empty")
+    parser.add_argument("--out", type=local_path, required=True, help="folder to write to; must be absent or empty")
     parser.add_argument("--best", action="store_true", help="export the run's best checkpoint (run.best_metric)")
     parser.add_argument("--ema", action="store_true", help="export the moving average of the weights (ema.decay)")
     blend_help = "share of the run's final weights in a blend with its initial weights, from 0 (initial) to 1 (final)"

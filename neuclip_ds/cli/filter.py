@@ -14,9 +14,8 @@ Examples:
 import math
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
-from neuclip_ds.cli.program import Parser
+from neuclip_ds.cli.program import Parser, local_path
 from neuclip_ds.errors import UserError, counted
 
 _MANY_NEAR = 0.5  # share of near-duplicates above which a warning is printed
@@ -24,8 +23,8 @@ _MANY_NEAR = 0.5  # share of near-duplicates above which a warning is printed
 
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds filter", description=__doc__)
-    parser.add_argument("files", nargs="+", type=Path, help="parquet files, or folders of them")
-    parser.add_argument("--out", type=Path, required=True, help=".npy file to write, with the sorted uids")
+    parser.add_argument("files", nargs="+", type=local_path, help="parquet files, or folders of them")
+    parser.add_argument("--out", type=local_path, required=True, help=".npy file to write, with the sorted uids")
     parser.add_argument("--column", default="similarity", help="column with the numbers by which samples are selected")
     parser.add_argument("--min", type=float, help="smallest value to keep")
     parser.add_argument("--max", type=float, help="largest value to keep")
@@ -35,7 +34,11 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--near-duplicates", type=float, metavar="COSINE", help=near)
     parser.add_argument("--uid-column", default="uid", help="column of uids")
     parser.add_argument(
-        "--within", nargs="+", type=Path, default=[], help="keep only uids that are in all of these sorted .npy files"
+        "--within",
+        nargs="+",
+        type=local_path,
+        default=[],
+        help="keep only uids that are in all of these sorted .npy files",
     )
     options = parser.parse(arguments)
     rules = (options.min, options.max, options.top, options.near_duplicates)

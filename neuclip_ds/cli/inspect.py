@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuclip_ds.cli.early_checks import check_path
-from neuclip_ds.cli.program import Parser
+from neuclip_ds.cli.program import Parser, local_path
 from neuclip_ds.config import Config
 from neuclip_ds.errors import UserError, counted
 from neuclip_ds.recipe import parse
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--samples", type=int, default=2000, help="number of samples to read")
     parser.add_argument("--examples", type=int, default=24, help="number of samples to show on the page")
-    parser.add_argument("--out", type=Path, default=Path("inspect.html"), help="HTML page to write")
+    parser.add_argument("--out", type=local_path, default=Path("inspect.html"), help="HTML page to write")
     options, overrides = parser.parse_with_overrides(arguments)
     if options.samples < 1 or options.examples < 0:
         raise UserError("--samples must be 1 or more, and --examples must be 0 or more.")

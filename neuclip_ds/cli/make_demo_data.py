@@ -5,15 +5,14 @@ Example:
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from neuclip_ds.cli.program import Parser, progress_bar
+from neuclip_ds.cli.program import Parser, local_path, progress_bar
 from neuclip_ds.data.demo import make_demo_data
 
 
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds make-demo-data", description=__doc__)
-    parser.add_argument("folder", type=Path, help="folder to write to; must be absent or empty")
+    parser.add_argument("folder", type=local_path, help="folder to write to; must be absent or empty")
     parser.add_argument("--pairs", type=int, default=20_000, help="number of training pairs")
     parser.add_argument("--held-out", type=int, default=1_000, help="number of held-out pairs")
     parser.add_argument("--zero-shot", type=int, default=2_000, help="number of images in the zero-shot set")

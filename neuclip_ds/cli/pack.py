@@ -16,9 +16,8 @@ retry.jsonl, a table that you can later pack to another folder; if these are mor
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
-from neuclip_ds.cli.program import Parser, progress_bar
+from neuclip_ds.cli.program import Parser, local_path, progress_bar
 from neuclip_ds.errors import UserError, counted
 
 _MAX_LOST = 0.01  # largest fraction of rows that may be lost because their storage failed
@@ -29,7 +28,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "table", help="a table (a file, a folder or a glob of files), or a folder of images with captions in .txt files"
     )
-    parser.add_argument("out", type=Path, help="folder for the shards; must be absent or empty")
+    parser.add_argument("out", type=local_path, help="folder for the shards; must be absent or empty")
     parser.add_argument("--image", help="column of images (default: image, filepath, path or a similar name)")
     captions = (
         "columns of captions, optionally with the member to write each to instead of txt (default: caption, text or a "

@@ -6,11 +6,13 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 from neuclip_ds.distributed.environment import RankEnvironment, read_environment
 from neuclip_ds.distributed.stop_signals import raising_interrupted
 from neuclip_ds.errors import Interrupted, TrainingDiverged, UserError, exit_code
+from neuclip_ds.files import expand_user
 from neuclip_ds.recipe import nearest, respell
 
 log = logging.getLogger(__name__)
@@ -64,6 +66,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message[0].upper()}{message[1:]}; see {self.prog} --help.")
+
+
+def local_path(text: str) -> Path:
+    """Parse a path on the command line; shells do not expand the `~` of --NAME=~/PATH."""
+    return Path(expand_user(text))
 
 
 def fraction(text: str) -> float:

@@ -12,14 +12,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from neuclip_ds.cli.early_checks import check_path
-from neuclip_ds.cli.program import Parser
+from neuclip_ds.cli.program import Parser, local_path
 from neuclip_ds.errors import UserError
 
 
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds report", description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("--out", type=Path, help="page to write if you pass several runs (default: comparison.html)")
+    parser.add_argument("runs", nargs="+", type=local_path, metavar="RUN", help="folder of a run")
+    parser.add_argument(
+        "--out", type=local_path, help="page to write if you pass several runs (default: comparison.html)"
+    )
     options = parser.parse(arguments)
     for run in options.runs:
         check_path("RUN", str(run))

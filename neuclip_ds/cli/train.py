@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from neuclip_ds.cli.early_checks import check_run
+from neuclip_ds.cli.early_checks import check_packages, check_run
 from neuclip_ds.config import Config, dump
 from neuclip_ds.distributed.environment import read_environment
 from neuclip_ds.losses.methods import REGISTERED_OPTIONS
@@ -98,6 +98,7 @@ def main(arguments: Sequence[str], hooks: Sequence[Any] = ()) -> None:
         print(dump(config), end="")
         return
     if command.dry_run:
+        check_packages(config)
         from neuclip_ds.planning.dry_run import print_dry_run
 
         print_dry_run(config, environment, command.hostfile, command.gpu_memory, command.measured)

@@ -20,6 +20,7 @@ from neuclip_ds.data.fetch import FetchError, open_remote
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import UserError, counted, explained
+from neuclip_ds.files import expand_user
 
 _OPEN_PARTS = 256  # maximum number of local parts that a reader keeps mapped
 _NAMED_SHARDS = 3  # missing shards that a message names
@@ -411,7 +412,7 @@ def find_table(folder: str) -> Stored:
     """
     folder = folder.rstrip("/")
     if is_local(folder):
-        folder = str(Path(folder).expanduser())
+        folder = str(Path(expand_user(folder)))
     has_no_listing = folder.startswith(("http://", "https://"))
     fix = "pass the --out folder of neuclip-ds embed"
     with explained(f"The features in {folder} cannot be read", fix):

@@ -19,7 +19,7 @@ from neuclip_ds.data.manifest import Manifest, Shard, check_size, hash_of_shards
 from neuclip_ds.data.sample_table import SampleTables, TableLocation
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import UserError, counted, redact
-from neuclip_ds.files import atomic_write
+from neuclip_ds.files import atomic_write, exists
 
 _VERSION = 4
 _TABLE = "shards.parquet"
@@ -107,8 +107,8 @@ def _is_same(one: Shard, other: Shard) -> bool:
 
 
 def is_manifest(path: str | os.PathLike[str]) -> bool:
-    """Return whether `path` is a manifest folder."""
-    return (Path(path) / _TABLE).is_file()
+    """Return whether `path` is a manifest folder; it may also be another source, such as many paths joined by ::."""
+    return exists(Path(path) / _TABLE)
 
 
 def write_shards(manifest: Manifest, folder: Path, locations: Sequence[TableLocation] = ()) -> None:

@@ -10,7 +10,7 @@ from braceexpand import braceexpand
 
 from neuclip_ds.data.listing import IMAGES, TABLES, files_below, is_visible, matching_files
 from neuclip_ds.errors import UserError, explained, install_command
-from neuclip_ds.files import read_text
+from neuclip_ds.files import expand_user, read_text
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _GLOB = re.compile(r"[*[]")  # in a URL, ? starts the query
@@ -62,7 +62,7 @@ def _resolve(source: str) -> list[str]:
         for url in _braces(source):
             urls += _remote_glob(url) if _GLOB.search(url) else [url]
         return urls
-    path = Path(source).expanduser()
+    path = Path(expand_user(source))
     if path.is_dir():
         tars = sorted(file for file in path.iterdir() if file.suffix == _TAR and is_visible(file.name))
         tars = tars or files_below(path, [_TAR])

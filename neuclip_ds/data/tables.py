@@ -23,7 +23,7 @@ from neuclip_ds.data.fetch import explain
 from neuclip_ds.data.listing import IMAGES, TABLES, files_below, matching_files
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import UserError, counted, explained
-from neuclip_ds.files import read_text
+from neuclip_ds.files import expand_user, read_text
 
 if TYPE_CHECKING:
     import pyarrow.dataset
@@ -121,7 +121,7 @@ def open_table(source: str, quotes: Quotes | None = None) -> PairTable:
 
     has_quotes_option = quotes is not None
     quotes = quotes or "auto"
-    path = Path(source).expanduser()
+    path = Path(expand_user(source))
     try:
         if path.is_dir():
             paths = list(map(str, files_below(path, TABLES)))

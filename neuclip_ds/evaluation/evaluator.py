@@ -1,7 +1,7 @@
 """Evaluate a run's model: held-out retrieval, zero-shot accuracy, evaluation sets, and normalizer estimation error."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,11 +32,11 @@ from neuclip_ds.evaluation.tasks import Task, load_tasks
 from neuclip_ds.evaluation.zero_shot import zero_shot
 from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
 from neuclip_ds.losses.global_contrastive import GlobalContrastiveLoss
-from neuclip_ds.losses.methods import find_method
+from neuclip_ds.losses.options import PREFIX
 from neuclip_ds.losses.stored_features import REFERENCE
 from neuclip_ds.models.pretrained.base import Preprocessing
 from neuclip_ds.reporting.contact_sheet import thumbnail
-from neuclip_ds.reporting.metrics import CHANCE
+from neuclip_ds.reporting.metrics import AVERAGED, CHANCE, NORMALIZER, scores_among
 from neuclip_ds.reporting.retrieved import Retrieved, write_retrieved
 
 # seed of the anchors, which are the same for every method and `run.seed`, given the same data and interleave
@@ -70,16 +70,9 @@ class Evaluator:
         """Open the held-out sets.
 
         Raises:
-            UserError: a set or the shard cache is unusable, `run.normalizer_anchors` is set for a method that estimates
-                no normalizers, or `run.best_metric` is set for a run that has nothing to evaluate on.
+            UserError: a set or the shard cache is unusable, or `run.best_metric` is set for a run that has nothing to
+                evaluate on.
         """
-        anchors = config.run.normalizer_anchors
-        method = config.objective.method
-        if anchors and not find_method(method).estimates_normalizers:
-            raise UserError(
-                f"run.normalizer_anchors={anchors} measures normalizers, but objective.method={method} estimates none. "
-                "Set run.normalizer_anchors=0."
-            )
         self._config = config
         self._communicator = communicator
         self._train_manifest = data.manifest
@@ -95,12 +88,8 @@ class Evaluator:
 
         self._held_out = open_held_out(config, communicator, folder, data.manifest)
         self.describe = self._held_out.describe
-        self.measures = anchors > 0 or not self._held_out.is_empty()
-        if config.run.best_metric and not self.measures:
-            raise UserError(
-                f"run.best_metric={config.run.best_metric} needs an evaluation: set data.val, data.zero_shot or "
-                "data.evaluation_sets, or omit run.best_metric."
-            )
+        self.measures = config.run.normalizer_anchors > 0 or not self._held_out.is_empty()
+        check_evaluates(config, self._held_out)
         self._retrieved: list[Retrieved] = []  # examples of the last evaluation
         sources = self._sources()
         manifests = [source.manifest for source in sources.values()]
@@ -322,6 +311,52 @@ def open_held_out(config: Config, communicator: Communicator, folder: Path, trai
         communicator.on_every_rank(partial(open_task_set, task, path))
     communicator.on_rank_zero(partial(_read_sets, zero_shot_set, task_sets))
     return HeldOut(pairs=pairs, origin_of_pairs=origin_of_pairs, zero_shot=zero_shot_set, task_sets=task_sets)
+
+
+def metric_names(config: Config, held_out: HeldOut) -> list[str]:
+    """Return the names of the results of a run's evaluations, except chance levels.
+
+    A result may be missing if an evaluation set has no example of a metric.
+    """
+    names: list[str] = []
+    if held_out.pairs is not None:
+        recalls = [f"{direction}_recall@{k}" for direction in ("image_to_text", "text_to_image") for k in (1, 5, 10)]
+        for prefix in ("", *(f"{PREFIX}{length}/" for length in config.objective.prefixes)):
+            names += [prefix + recall for recall in recalls]
+        names.append("retrieval_pairs")
+    if held_out.zero_shot is not None:
+        names += ["zero_shot_top1", "zero_shot_top5", "zero_shot_images"]
+    keys = [task.key for task, _ in held_out.task_sets]
+    names += [f"task/{key}" for key in keys]
+    task_list = load_tasks()
+    for average in task_list.averages:
+        if all(task.key in keys for task in task_list.in_average(average)):
+            names.append(f"average/{average}")
+    if config.run.normalizer_anchors:
+        names += [NORMALIZER + name for name in ("mse", "mse_image", "mse_text", "bias", "anchors", "unseen")]
+    if config.ema.decay:
+        names += [AVERAGED + name for name in names]
+    return names
+
+
+def check_evaluates(config: Config, held_out: HeldOut) -> None:
+    """Raise `UserError` if `run.best_metric` is set for a run that has nothing to evaluate on."""
+    best_metric = config.run.best_metric
+    if best_metric and not metric_names(config, held_out):
+        raise UserError(
+            f"run.best_metric={best_metric} needs an evaluation: set data.val, data.zero_shot or "
+            "data.evaluation_sets, or omit run.best_metric."
+        )
+
+
+def check_measured(best_metric: str, names: Iterable[str]) -> None:
+    """Raise `UserError` if `run.best_metric` is not among the names of an evaluation's results."""
+    names = list(names)
+    if best_metric not in names:
+        raise UserError(
+            f"run.best_metric={best_metric} is not a metric of this run's evaluation; set it to one of "
+            f"{', '.join(scores_among(names))}."
+        )
 
 
 def _read_sets(zero_shot_set: EvaluationSet | None, task_sets: Sequence[tuple[Task, Path]]) -> None:

@@ -1,9 +1,9 @@
 """Scores on disk in the layout of DataComp's evaluation, averages over tasks, and a summary in Markdown.
 
 `eval_results.jsonl` contains one line per task, {"key": ..., "dataset": ..., "metrics": {..., "main_metric": ...}},
-appended when the task is done. `model.json` contains the model's name and precision; a folder with scores of another
-name or precision is refused. A line may also have a "data" field, which identifies the set and its files; DataComp's
-own files lack this field.
+appended when the task is done. `model.json` contains the model's name, precision and the hash of its weights; a folder
+with scores of another name, precision or hash is refused. A line may also have a "data" field, which identifies the set
+and its files; DataComp's own files lack this field.
 """
 
 import json
@@ -33,11 +33,12 @@ class Average(NamedTuple):
 class Results:
     """The scores of one model, stored in a folder.
 
-    `model` identifies the model and its precision; the folder may also contain scores of `other_name`, another name of
-    the same model.
+    `model` is the content of model.json: the model's name (`model`), its `precision` and the hash of its `weights`. The
+    folder may also contain scores of `other_name`, another name of the same model, and scores of version 0.1, which
+    stored no hash.
     `metrics` maps task keys to the tasks' latest metrics, and `data` maps task keys to the strings that identify their
-    sets, or to None if unknown. Raises `UserError` if the folder contains scores of another model or precision, or
-    scores that cannot be read, or if the folder cannot be written.
+    sets, or to None if unknown. Raises `UserError` if the folder contains scores of another model, of other weights or
+    in another precision, or scores that cannot be read, or if the folder cannot be written.
     """
 
     def __init__(self, folder: Path, model: Mapping[str, Any], other_name: str | None = None) -> None:
@@ -52,13 +53,16 @@ class Results:
             if self._model_path.is_file():
                 with explained(f"{self._model_path} cannot be read", _FIX):
                     scored_model = json.loads(self._model_path.read_text(encoding="utf-8"))
-            names = [model, {**model, "model": other_name}]
-            if scored_model not in json.loads(json.dumps(names)):
+            without_weights = {name: value for name, value in model.items() if name != "weights"}
+            accepted = [model, without_weights]
+            accepted += [{**identity, "model": other_name} for identity in (model, without_weights)]
+            if scored_model not in json.loads(json.dumps(accepted)):
                 other = "unknown, because model.json is missing"
                 if scored_model is not None:
                     other = ", ".join(f"{name}: {value}" for name, value in scored_model.items())
                 raise UserError(
-                    f"{folder} contains scores of another model or precision ({other}); choose another --out."
+                    f"{folder} contains scores of another model, of other weights or in another precision ({other}): "
+                    "choose another --out, or delete this folder."
                 )
             with explained(f"{self._path} cannot be read as scores", _FIX):
                 lines = json_lines(self._path)  # a task whose line is truncated is measured again

@@ -271,12 +271,15 @@ def _clip_vision_config(tower: VisionTower, image_size: int) -> dict[str, Any] |
     activation = {"GELU": "gelu", "QuickGELU": "quick_gelu"}.get(type(block.mlp.act).__name__)
     if activation is None or trunk.pos_embed is None or trunk.pos_embed.shape[1] != trunk.patch_embed.num_patches + 1:
         return None
+    patch_height, patch_width = trunk.patch_embed.patch_size
+    if patch_height != patch_width:
+        return None
     sizes = {
         "hidden_size": trunk.embed_dim,
         "num_hidden_layers": len(trunk.blocks),
         "num_attention_heads": block.attn.num_heads,
         "intermediate_size": block.mlp.fc1.out_features,
-        "patch_size": trunk.patch_embed.patch_size[0],
+        "patch_size": patch_height,
         "image_size": image_size,
         "hidden_act": activation,
         "layer_norm_eps": trunk.norm.eps,

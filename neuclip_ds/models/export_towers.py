@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from neuclip_ds.errors import UserError
+from neuclip_ds.files import expand_user
 from neuclip_ds.models.image_models import names_by_image_size
 from neuclip_ds.models.pretrained.base import (
     LibraryModel,
@@ -273,7 +274,7 @@ def _open_clip_text_encoder(towers: TrainedTowers) -> tuple[dict[str, Any], dict
         problem = f"transformers' {config.model_type} as the text encoder"
     elif tower.pooling not in poolers:
         problem = f"model.text.pooling={tower.pooling}"
-    elif Path(name).expanduser().exists() or name.count("/") > 1 or name.startswith(("~", ".", "/")):
+    elif Path(expand_user(name)).exists() or name.count("/") > 1 or name.startswith(("~", ".", "/")):
         problem = f"the text encoder in the folder {Path(name).name}: the exported config must name a hub encoder"
     elif tokenizer.pad_token_id is None or tokenizer.pad_token_id != config.pad_token_id:
         problem = "a tokenizer whose padding token is missing or differs from pad_token_id in config.json"

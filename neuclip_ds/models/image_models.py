@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from neuclip_ds.config import Channels, VisionConfig
 from neuclip_ds.errors import UserError, counted, explained
+from neuclip_ds.files import expand_user
 from neuclip_ds.models.towers import VisionTower, new_projection
 
 _OPTION_OF_SIZE = "(model.vision.image_size, or --image-size of `neuclip-ds embed`)"
@@ -173,7 +174,8 @@ def _check_size(size: int, model: Any) -> None:
             f"pixels; use {reduction} or more."
         )
     if isinstance(getattr(model, "patch_embed", None), PatchEmbed):
-        check_patches(size, model.patch_embed.patch_size[0])
+        for patch in model.patch_embed.patch_size:  # height and width
+            check_patches(size, patch)
 
 
 def check_patches(size: int, patch: int) -> None:
@@ -238,7 +240,7 @@ def locate_image_weights(vision: VisionConfig, setting: str = "", file_setting: 
             downloaded.
     """
     pretrained_cfg = timm.get_pretrained_cfg(_weights_name(vision))
-    path = Path(vision.pretrained).expanduser()
+    path = Path(expand_user(vision.pretrained))
     if not path.is_file():
         setting = setting or f"model.vision.pretrained={vision.pretrained}"
         path = _download(vision, pretrained_cfg, setting, file_setting or "model.vision.pretrained=FILE")

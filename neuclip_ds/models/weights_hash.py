@@ -1,4 +1,4 @@
-"""Hash of a module's weights, to recognize the model that computed stored features or that a run started from."""
+"""Hash of a module's weights, to recognize the model of stored features, of scores, or from which a run started."""
 
 import hashlib
 
@@ -8,15 +8,16 @@ from torch import Tensor, nn
 _ADAPTER = ".lora_"  # in the names of peft's tensors
 
 
-def weights_hash(module: nn.Module) -> str:
+def weights_hash(module: nn.Module, with_adapters: bool = False) -> str:
     """Return a hash (32 hex digits) of the floating-point tensors in a module's state dict, regardless of their names.
 
     Names and their order differ between libraries that load the same weights. The hash of a timm model includes its
     architecture, because some architectures differ only in their padding, such as efficientnet_lite0 and
-    tf_efficientnet_lite0. LoRA adapters are not included. Call this before the weights are cast or partitioned.
+    tf_efficientnet_lite0. LoRA adapters are included only if `with_adapters` is true. Call this before the weights are
+    cast or partitioned.
     """
-    weights = {name: value for name, value in module.state_dict().items() if _ADAPTER not in name}
-    hashes = sorted(_hash(value) for value in weights.values() if value.is_floating_point())
+    weights = [value for name, value in module.state_dict().items() if with_adapters or _ADAPTER not in name]
+    hashes = sorted(_hash(value) for value in weights if value.is_floating_point())
     architecture = getattr(module, "pretrained_cfg", {}).get("architecture", "")  # of timm
     return hashlib.sha256("".join([architecture, *hashes]).encode()).hexdigest()[:32]
 

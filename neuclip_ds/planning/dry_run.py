@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 
+from neuclip_ds.checkpoint.checkpoints import complete_checkpoints
 from neuclip_ds.config import Config
 from neuclip_ds.data.build import open_manifest
 from neuclip_ds.data.feature_table import FeatureTable, cached_bytes
@@ -29,7 +30,7 @@ from neuclip_ds.distributed.launch import read_hostfile
 from neuclip_ds.engine.config import EngineConfig, load_engine_config
 from neuclip_ds.engine.precision import resolve_comm_dtype, towers_dtype
 from neuclip_ds.errors import UserError, counted
-from neuclip_ds.evaluation.evaluator import HeldOut, open_held_out
+from neuclip_ds.evaluation.evaluator import HeldOut, check_evaluates, check_measured, metric_names, open_held_out
 from neuclip_ds.losses.stored_features import stored_folders
 from neuclip_ds.models.recompute import checkpointed_blocks
 from neuclip_ds.models.trained_parts import TOWERS, Parameters
@@ -37,6 +38,7 @@ from neuclip_ds.planning.duration import MeasuredSpeed, duration_lines, read_spe
 from neuclip_ds.planning.host_memory import FIX_AT_ANY_STAGE, loader_memory, shortages, stored_bytes
 from neuclip_ds.planning.memory import MemoryQuery, account, count_towers, smallest_that_fits
 from neuclip_ds.training.checks import check_config, check_tables, config_warnings
+from neuclip_ds.training.recovery import newest_of_recovery
 from neuclip_ds.training.schedule import run_length
 from neuclip_ds.training.stored_trunks import check_trunk_outputs
 
@@ -57,8 +59,9 @@ def print_dry_run(
     the same model, is given, the report estimates how many hours the run takes.
 
     Raises:
-        UserError: the config, DeepSpeed JSON, hostfile, model or data is invalid, or the measured run is unusable. If
-            the model, the data or the measured run is the problem, the other parts of the report are printed first.
+        UserError: the config, DeepSpeed JSON, hostfile, model, data, best metric or reused recovery is invalid, or the
+            measured run is unusable. Unless the config, the JSON or the hostfile is the problem, the other parts of the
+            report are printed first.
     """
     nodes = read_hostfile(hostfile) if hostfile else {}
     world_size = sum(nodes.values()) or environment.world_size
@@ -118,6 +121,12 @@ def _open_parts(
     data = attempt(lambda: TrainingSet(config.data, lambda path: _open(config, path)))
     manifest = data.manifest if data else None
     held_out = attempt(lambda: open_held_out(config, Communicator(), CACHE, manifest))
+    if manifest and held_out:
+        attempt(lambda: _check_best_metric(config, held_out))
+    reused = config.recovery.reuse
+    run = config.run.output_dir / str(config.run.name)
+    if reused is not None and not complete_checkpoints(run / "checkpoints"):  # a run that resumes does not need it
+        attempt(lambda: newest_of_recovery(reused))
     tables: dict[str, FeatureTable] = {}
     order = None
     if data:
@@ -186,6 +195,14 @@ def _cost_lines(
         steps = run_length(parts.order, config.epochs, config.max_steps)
         yield from duration_lines(parts.speed, steps, config.data.batch_size, world_size, step_bytes)
     yield from _memory_lines(query, gpu_memory, nodes, stored_bytes(tables_of_loss.values()))
+
+
+def _check_best_metric(config: Config, held_out: HeldOut) -> None:
+    """Raise UserError if `run.best_metric` is set and is not a result of the run's evaluations."""
+    check_evaluates(config, held_out)
+    best_metric = config.run.best_metric
+    if best_metric is not None:
+        check_measured(best_metric, metric_names(config, held_out))
 
 
 def _model_lines(query: MemoryQuery, engine_config: EngineConfig) -> Iterator[str]:

@@ -131,8 +131,13 @@ def scores_among(names: Iterable[str]) -> list[str]:
     distinct_names = list(dict.fromkeys(names))
     scores: list[str] = []
     for prefix in _SCORE_PREFIXES:
-        scores += [name for name in distinct_names if _OF_MODEL.sub("", name).startswith(prefix)]
+        scores += [name for name in distinct_names if name_of_full_model(name).startswith(prefix)]
     return scores
+
+
+def name_of_full_model(name: str) -> str:
+    """Return a metric's name without `ema/` (of the averaged weights) and `prefixP/` (of a prefix of the embedding)."""
+    return _OF_MODEL.sub("", name)
 
 
 def score_lines(results: Mapping[str, float]) -> Iterator[str]:

@@ -28,7 +28,15 @@ from neuclip_ds.reporting.blends import FILE as BLENDS_FILE
 from neuclip_ds.reporting.blends import Blends, blends_plot
 from neuclip_ds.reporting.events import read_events
 from neuclip_ds.reporting.history import Launch, changed_options, duration, read_launches
-from neuclip_ds.reporting.metrics import AVERAGED, CHANCE, Series, percent, read_series, scores_among
+from neuclip_ds.reporting.metrics import (
+    AVERAGED,
+    CHANCE,
+    Series,
+    name_of_full_model,
+    percent,
+    read_series,
+    scores_among,
+)
 from neuclip_ds.reporting.retrieved import retrieved_lines
 from neuclip_ds.section import read_options
 
@@ -272,7 +280,7 @@ def _chance_of(score: str, series: Mapping[str, Series]) -> float | None:
 
 def _trials(score: str, series: Mapping[str, Series]) -> int:
     """Return the number of queries or images over which a score is averaged, or 0 if the number is unknown."""
-    name = score.removeprefix(AVERAGED)
+    name = name_of_full_model(score)
     size = "zero_shot_images" if name.startswith("zero_shot_top") else "retrieval_pairs"
     if size not in series or not name.startswith(_SCORES_WITH_INTERVAL):
         return 0

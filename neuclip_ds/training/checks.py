@@ -29,10 +29,13 @@ _NOT_ARCHITECTURE: Any = {
 def check_config(config: Config, world_size: int) -> None:
     """Raise `UserError` for mistakes in a config that can be found without the data, the model or other ranks.
 
-    These are invalid batch sizes, DeepSpeed configs that are invalid or conflict with other options, and options of
-    stored features, prefixes or the recovery that conflict with others or have no effect. A version of DeepSpeed other
-    than the tested one also raises `UserError`.
+    These are home folders of unknown users, invalid batch sizes, DeepSpeed configs that are invalid or conflict with
+    other options, options that have no effect or do not fit the method, and options of stored features, prefixes or the
+    recovery that conflict with others. A version of DeepSpeed other than the tested one also raises `UserError`.
     """
+    for option, path in {"run.output_dir": config.run.output_dir, "data.cache_dir": config.data.cache_dir}.items():
+        if path is not None and str(path).startswith("~"):  # otherwise, the program would create a folder of this name
+            raise UserError(f"{option}={path} names a user that does not exist on this machine; correct the path.")
     config.micro_batch(world_size)
     check_engine_config(load_engine_config(config, world_size), config.deepspeed)
     if config.ema.decay and config.optimizer.name == "sgd" and config.optimizer.momentum == 0:
@@ -40,10 +43,44 @@ def check_config(config: Config, world_size: int) -> None:
             "ema.decay needs an optimizer with state, in which the average is stored, but sgd with momentum 0 has "
             "none: set optimizer.momentum, choose another optimizer, or set ema.decay=0."
         )
+    anchors = config.run.normalizer_anchors
+    method = config.objective.method
+    if anchors and not find_method(method).estimates_normalizers:
+        raise UserError(
+            f"run.normalizer_anchors={anchors} measures normalizers, but objective.method={method} estimates none. "
+            "Set run.normalizer_anchors=0."
+        )
+    _check_effect(config)
     _check_teachers(config.objective.distill)
     _check_recovery(config)
     _check_reference_model(config)
     check_frozen_trunks(config)
+
+
+def _check_effect(config: Config) -> None:
+    """Raise `UserError` if an option has no effect, because another option does not have the value that it needs.
+
+    Saved configs contain all options, so only options whose values differ from their defaults count as set. Configs of
+    earlier versions may contain options without effect, so this is no error of the config itself.
+    """
+    needed: dict[str, str] = {}  # option without effect -> setting that it needs
+    if config.optimizer.schedule not in ("cooldown", "wsd"):
+        needed["optimizer.cooldown_steps"] = "optimizer.schedule=cooldown or wsd"
+    if config.optimizer.name != "sgd":
+        needed["optimizer.momentum"] = "optimizer.name=sgd"
+    if config.data.evaluation_sets is None:
+        needed["data.evaluation_tasks"] = "data.evaluation_sets"
+    if not config.model.lora.rank:
+        needed["model.lora.alpha"] = "model.lora.rank"
+        needed["model.lora.dropout"] = "model.lora.rank"
+    if not config.recovery.epochs and config.recovery.reuse is None:
+        needed["recovery.loss"] = "recovery.epochs"
+        needed["recovery.restore"] = "recovery.epochs or recovery.reuse"
+    defaults = Config()
+    for option, setting in needed.items():
+        value_of = attrgetter(option)
+        if value_of(config) != value_of(defaults):
+            raise UserError(f"{option} has no effect without {setting}: set {setting}, or omit {option}.")
 
 
 def _check_teachers(distill: DistillConfig) -> None:

@@ -173,18 +173,21 @@ def find_reused(context: RunContext) -> Path:
     """
     path = context.config.recovery.reuse
     assert path is not None
-
-    def find() -> str:
-        checkpoints = [path] if is_complete(path) else []
-        for folder in (path / RECOVERY, path):
-            checkpoints.extend(complete_checkpoints(folder / "checkpoints"))
-        if not checkpoints:
-            raise UserError(
-                f"recovery.reuse={path} contains no complete checkpoint. Pass the folder of a run with a complete "
-                "recovery."
-            )
-        return str(max(checkpoints))
-
-    checkpoint = Path(context.communicator.on_rank_zero(find))
+    checkpoint = Path(context.communicator.on_rank_zero(lambda: str(newest_of_recovery(path))))
     verify_together(checkpoint, context.communicator)
     return checkpoint
+
+
+def newest_of_recovery(path: Path) -> Path:
+    """Return the checkpoint that `find_reused` finds for `recovery.reuse=PATH`, without verifying its files.
+
+    Raises `UserError` if there is no checkpoint.
+    """
+    checkpoints = [path] if is_complete(path) else []
+    for folder in (path / RECOVERY, path):
+        checkpoints.extend(complete_checkpoints(folder / "checkpoints"))
+    if not checkpoints:
+        raise UserError(
+            f"recovery.reuse={path} contains no complete checkpoint. Pass the folder of a run with a complete recovery."
+        )
+    return max(checkpoints)

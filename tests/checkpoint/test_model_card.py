@@ -37,6 +37,7 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "chance/zero_shot_top1": 0.1,
             "image_to_text_recall@1": 0.5,
             "chance/image_to_text_recall@1": 0.01,
+            "prefix8/image_to_text_recall@1": 0.4,
         },
         {"step": 20, "average/vtab": 0.4, "chance/average/vtab": 0.05, "task/vtab/pets": 0.3, "task/own/x": "nan"},
     ]
@@ -65,13 +66,17 @@ def test_a_card_lists_the_scores_of_its_step_the_data_the_method_and_the_license
         ("average/vtab", 0.4),
         ("zero_shot_top1", 0.25),
         ("image_to_text_recall@1", 0.5),
+        ("prefix8/image_to_text_recall@1", 0.4),
         ("task/vtab/pets", 0.3),
     ], "as the hub reads them, without chance and what is no number"
+    assert {one.dataset_type for one in data.eval_results if "recall" in one.metric_name} == {"secret_val"}
     results = {one.metric_name: (one.task_type, one.dataset_name, one.metric_type) for one in data.eval_results}
     assert results["task/vtab/pets"] == ("zero-shot-image-classification", "Oxford-IIIT Pet", "mean_per_class_recall")
     assert results["image_to_text_recall@1"] == ("image-text-retrieval", "secret_val", "recall")
     zero_shot = ("zero-shot-image-classification", "zero-shot set of dfn12m", "accuracy")
     assert results["zero_shot_top1"] == zero_shot, "data.zero_shot is auto"
+    of_prefix = results["prefix8/image_to_text_recall@1"]
+    assert of_prefix == results["image_to_text_recall@1"], "on the same data"
     averaged = model_card(config, checkpoint, "transformers", average=True)
     assert "| zero_shot_top1 | 0.3750 | 0.1000 |" in averaged and "moving average" in averaged
 

@@ -15,10 +15,18 @@ from transformers import CLIPModel
 
 from neuclip_ds.checkpoint.blend import blend
 from neuclip_ds.checkpoint.export_run import export_run
-from neuclip_ds.checkpoint.saved_model import initial_source, open_model, open_run, read_result, read_start
+from neuclip_ds.checkpoint.saved_model import (
+    final_logits,
+    initial_source,
+    open_model,
+    open_run,
+    read_result,
+    read_start,
+)
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
+from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.pretrained.positions import resample_positions
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 from neuclip_ds.planning.memory import MemoryQuery
@@ -128,6 +136,17 @@ def test_adapters_are_added_to_the_weights_of_the_start(folder: Path) -> None:
         features = model.eval()(images(32), tokenizer(CAPTIONS))
         for mine, theirs in zip(features, saved.model.eval()(images(32), tokenizer(CAPTIONS)), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["bias", "tau", "theta", "temperature.theta"])
+def test_state_of_a_plugin_that_is_no_scalar_is_neither_temperature_nor_bias(name: str) -> None:
+    start = LogitParameters(temperature=0.03, bias=-5.0)
+    for pretrained, bias in (("owner/model", -5.0), ("", None)):
+        config = validate({"model": {"pretrained": pretrained}})
+        expected = LogitParameters(config.objective.temperature.initial or 0.03, bias)
+        assert final_logits({name: torch.zeros(4)}, config, start) == expected
+    trained = {"tau": torch.tensor([0.5]), "bias": torch.tensor(2.0)}
+    assert final_logits(trained, config, start) == LogitParameters(0.5, 2.0)
 
 
 def test_a_run_can_be_named_from_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

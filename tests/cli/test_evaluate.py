@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from evaluation_sets import write_shards
 from miniatures import save_open_clip
+from safetensors.torch import load_file, save_file
 from small_runs import call, demo_shards, records, train
 from tars import jpeg, write_pairs
 
@@ -96,6 +97,13 @@ def test_only_tasks_without_a_score_are_scored(tmp_path: Path) -> None:
     again = call("tools/evaluate.py", "model", "--data", "data", "pets", *options[-3:], folder=tmp_path)
     assert "pets: already scored" in again.stderr and "CIFAR-10: already scored" in again.stderr
     assert "Flickr: mean_recall@1" in again.stderr
+
+    # the scores of a model that was replaced by one of the same name do not count
+    weights = load_file(tmp_path / "model/open_clip_model.safetensors")
+    weights["text_projection"] += 1
+    save_file(weights, tmp_path / "model/open_clip_model.safetensors")
+    replaced = call("tools/evaluate.py", "model", "--data", "pets", "--out=scores", folder=tmp_path, code=2)
+    assert "scores contains scores of another model, of other weights" in replaced.stderr
 
 
 @pytest.mark.slow

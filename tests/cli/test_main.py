@@ -32,6 +32,8 @@ TRAIN_MISTAKES = {
     "--model.vision.pretrained=./nope": "./nope does not exist",
 }
 MISTAKES = {("train", "demo", option): message for option, message in TRAIN_MISTAKES.items()}
+for option in ("--run.wandb=project", "--model.lora.rank=4", "--run.remote=nope://bucket"):
+    MISTAKES["train", "demo", option, "--dry-run"] = TRAIN_MISTAKES[option]
 MISTAKES |= {
     ("evaluate", "nope", "--data=."): "MODEL=nope does not exist",
     ("evaluate", ".", "--data", ".", "/nope"): "--data=/nope does not exist",

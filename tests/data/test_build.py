@@ -98,6 +98,13 @@ def test_tars_of_several_folders_are_named_by_the_first_of_them(tmp_path):
         build_manifest(paths[:2], 1)
 
 
+def test_paths_that_are_joined_to_a_name_longer_than_that_of_a_file_are_opened(tmp_path: Path) -> None:
+    write_pairs(tmp_path / "shards", [1] * 120)
+    joined = "::".join(str(tmp_path / f"shards/{number:05d}.tar") for number in range(120))
+    assert len(joined) > 4096
+    assert open_manifest(joined, tmp_path / "cache").n == 120
+
+
 def test_what_a_run_builds_is_used_until_a_shard_changes(folder, tmp_path, monkeypatch):
     cache, scanned, scan_shard = tmp_path / "cache", [], build.scan_shard
     monkeypatch.setattr(build, "scan_shard", lambda path, options: scanned.append(path) or scan_shard(path, options))

@@ -17,7 +17,7 @@ from neuclip_ds.checkpoint.integrity import read_meta
 from neuclip_ds.config import Config, DataConfig
 from neuclip_ds.data.interleave import Interleave
 from neuclip_ds.data.manifest import Manifest, Shard, from_shards, indices_at
-from neuclip_ds.data.training_set import TrainingSet, interleave_settings, open_order, source_settings
+from neuclip_ds.data.training_set import TrainingSet, find_split, interleave_settings, open_order, source_settings
 from neuclip_ds.errors import UserError
 from neuclip_ds.recipe import parse
 from neuclip_ds.training.checks import fingerprint
@@ -96,6 +96,18 @@ def test_weights_set_the_share_of_each_source():
         "  b            300 samples, 25.0% of each batch",
     ]
     assert source_settings(DataConfig()) == {}
+
+
+def test_sets_next_to_training_data_in_the_home_folder_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("train", "val", "zero_shot"):
+        (tmp_path / name).mkdir()
+    for source in ("~/train", '[{"path": "~/train"}, {"path": "/other"}]'):
+        data = config_of(f"--data.train={source}").data
+        assert find_split(data.val, "val", data.train_paths) == str(tmp_path / "val")
+        assert find_split(data.zero_shot, "zero_shot", data.train_paths) == str(tmp_path / "zero_shot")
 
 
 @pytest.mark.parametrize(

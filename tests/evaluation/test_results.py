@@ -11,7 +11,7 @@ from neuclip_ds.evaluation.suite import Metrics
 from neuclip_ds.evaluation.tasks import Task, load_tasks
 
 TASKS = load_tasks()
-MODEL = {"model": "a", "precision": "float32"}
+MODEL = {"model": "a", "precision": "float32", "weights": "5eed"}
 
 
 def scores(omitted: tuple[str, ...] = ()) -> dict[str, Metrics]:
@@ -68,11 +68,21 @@ def test_scores_of_another_model_and_damaged_files_are_refused(tmp_path: Path) -
     with pytest.raises(UserError, match=r"model\.json cannot be read .*choose another --out"):
         Results(tmp_path, MODEL)
     model_path.write_text(written)
-    with pytest.raises(UserError, match="scores of another model or precision"):
-        Results(tmp_path, {**MODEL, "precision": "bfloat16"})
+    for changed in ({"precision": "bfloat16"}, {"weights": "0ther"}, {"model": "b"}):
+        with pytest.raises(UserError, match="scores of another model, of other weights or in another precision"):
+            Results(tmp_path, {**MODEL, **changed})
     (tmp_path / FILE).write_text("what\n")
     with pytest.raises(UserError, match=r"eval_results\.jsonl .*--out"):
         Results(tmp_path, MODEL)
+
+
+def test_scores_of_earlier_versions_without_a_hash_of_the_weights_stay_valid(tmp_path: Path) -> None:
+    Results(tmp_path, MODEL).add(TASKS.tasks[0], {"main_metric": 0.1})
+    for name in ("a", "/absolute/path/of/a"):
+        (tmp_path / "model.json").write_text(json.dumps({"model": name, "precision": "float32"}))
+        assert Results(tmp_path, MODEL, other_name="/absolute/path/of/a").metrics
+    with pytest.raises(UserError, match="of other weights"):  # the hash is known from now on
+        Results(tmp_path, {**MODEL, "weights": "0ther"})
 
 
 def test_averages_are_means_over_their_tasks() -> None:

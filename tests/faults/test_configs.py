@@ -15,11 +15,11 @@ from small_runs import call
 
 from neuclip_ds.config import Config, dump
 from neuclip_ds.distributed.launch import read_hostfile
-from neuclip_ds.engine.config import load_engine_config
+from neuclip_ds.engine.config import load_engine_config, read_engine_file
 from neuclip_ds.engine.start import check_engine_config
 from neuclip_ds.errors import UserError
-from neuclip_ds.recipe import load_saved, option_names, parse, validate
-from neuclip_ds.section import read_yaml
+from neuclip_ds.recipe import load_recipe, load_saved, option_names, parse, validate
+from neuclip_ds.section import read_options, read_yaml
 
 NAMES = option_names(Config)
 WORDS = ["neuclip", "gcl", "pad", "1e400", "null", "[", "{", "~", "\0", "a\nb", ".inf", "\udcff", "x" * 5000]
@@ -176,6 +176,8 @@ def expanding_aliases(value: str) -> str:
         ("model: {vision: {options: {a: 2001-01-01}}}", "is a date; write it in quotes"),
         ("include: [other]", "includes itself (r.yaml includes other.yaml includes r.yaml)"),
         ("include: demo", "is not a list of recipes"),
+        ("optimizer: {lr: 1}\ndata: {}\noptimizer: {eps: 1}", "the key 'optimizer' occurs twice, in lines 1 and 3"),
+        ('data: {workers: 1, "workers": 2}', "r.yaml is not valid YAML or JSON: the key 'workers' occurs twice"),
         ("objective: {method: [gcl]}", "objective.method=['gcl'] is unknown"),
         ("run: 5", "run=5"),
         ("{" + ", ".join(f"k{number}: 1" for number in range(50)) + "}", "and 45 more problems"),
@@ -194,6 +196,20 @@ def test_invalid_recipes_are_refused_in_one_line(text: str | bytes, words: str, 
 def test_invalid_yaml_raises_value_error_whatever_pyyaml_raises(text: str) -> None:
     with pytest.raises(ValueError):
         read_yaml(text)
+
+
+def test_a_key_that_occurs_twice_in_json_is_refused(tmp_path: Path) -> None:
+    """Recipes and DeepSpeed configs may be JSON."""
+    path = tmp_path / "zero2.json"
+    path.write_text('{"optimizer": {"lr": 1}, "zero_optimization": {"stage": 1, "stage": 2}}')
+    for read in (read_options, read_engine_file, load_recipe):
+        with pytest.raises(UserError, match=r"zero2\.json is not valid .* the key 'stage' occurs twice"):
+            read(path if read is read_options else str(path))
+
+
+def test_merge_keys_of_yaml_may_be_overridden() -> None:
+    text = "a: &a {x: 1}\nb: &b {y: 1}\nc: {<<: *a, <<: *b, x: 2}"
+    assert read_yaml(text)["c"] == {"x": 2, "y": 1}
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])

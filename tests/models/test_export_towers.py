@@ -38,6 +38,7 @@ pytestmark = pytest.mark.usefixtures("quick_meta_models")
 TEST_VIT = {"name": "test_vit", "image_size": 160}  # timm's own size
 IMAGE_TOWERS: dict[str, dict[str, Any]] = {
     "clip_vit": TINY_VIT,
+    "oblong_patches": {**TINY_VIT, "options": {**TINY_VIT["options"], "patch_size": [8, 4]}},
     "vit": TEST_VIT,
     "small_vit": {"name": "test_vit", "image_size": 32},
     "resnet": {"name": "test_resnet", "image_size": 64},
@@ -58,6 +59,7 @@ class Case(NamedTuple):
 
 CASES = (
     Case("clip_vit", "clip", LIBRARIES),
+    Case("oblong_patches", "clip", ("transformers", "sentence_transformers"), r"with model\.vision\.options"),
     Case("vit", "clip", LIBRARIES),
     Case("resnet", "clip", LIBRARIES),
     Case("small_vit", "clip", ("transformers", "sentence_transformers"), "images of 32 instead of 160 pixels"),

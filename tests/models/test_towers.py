@@ -168,6 +168,7 @@ def test_a_model_without_blocks_cannot_checkpoint() -> None:
         (VisionConfig(name="vit_base_patch32_clip_224.openai"), "names pretrained weights"),
         (VisionConfig(name="dm_nfnet_f0"), "0-dimensional"),
         (VIT.model_copy(update={"image_size": 50}), "is not divisible into patches of 8 pixels.*use 48 or 56"),
+        (VIT.model_copy(update={"options": {"patch_size": [8, 12]}}), "patches of 12 pixels.*use 24 or 36"),
         (VisionConfig(name="vit_base_patch32_clip_224", image_size=16), "use 32 or more"),
         (VisionConfig(name="resnet50", image_size=16), "smaller than the model.s stride of 32 pixels"),
         (VIT.model_copy(update={"options": {"patchsize": 8}}), "patchsize"),

@@ -25,6 +25,14 @@ def test_a_changed_weight_or_shape_changes_the_hash() -> None:
     assert weights_hash(layer) != before
 
 
+def test_adapters_count_only_on_request() -> None:
+    adapted = nn.ModuleDict({"layer": nn.Linear(3, 4), "block": nn.ModuleDict({"lora_A": nn.Linear(3, 2)})})
+    before, before_with_adapters = weights_hash(adapted), weights_hash(adapted, with_adapters=True)
+    nn.init.ones_(adapted.get_parameter("block.lora_A.weight"))
+    assert weights_hash(adapted) == before
+    assert weights_hash(adapted, with_adapters=True) != before_with_adapters
+
+
 def test_equal_weights_in_another_architecture_have_another_hash() -> None:
     plain = timm.create_model("efficientnet_lite0", num_classes=0)
     padded_as_in_tensorflow = timm.create_model("tf_efficientnet_lite0", num_classes=0)

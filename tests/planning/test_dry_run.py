@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ def test_a_recipe_of_every_model_is_planned_on_eight_nodes(
     [
         ([], None),
         (["--recovery.epochs=5"], "10 steps with frozen weights"),
-        (["--recovery.reuse=/runs/other", "--recovery.epochs=5"], "taken from /runs/other"),
+        (["--recovery.reuse=other", "--recovery.epochs=5"], "taken from other"),
     ],
 )
 def test_the_report_counts_samples_and_steps(
@@ -73,6 +74,7 @@ def test_the_report_counts_samples_and_steps(
     monkeypatch.chdir(tmp_path)  # a dry run stores manifests in .cache
     monkeypatch.setattr(memory, "count_activations", no_activations)
     write_pairs(tmp_path / "data", [10, 6])
+    write_checkpoint(tmp_path / "other")
     options = [f"--data.train={tmp_path}/data", "--data.batch_size=8", "--epochs=3", *recovery]
     print_dry_run(parse(["demo", *options]).config, ONE, None)
     printed = capsys.readouterr().out
@@ -80,6 +82,37 @@ def test_the_report_counts_samples_and_steps(
     assert "evaluation no pairs" in printed, "data this small give none"
     assert "6 (2 per epoch" in printed
     assert f"recovery   {wanted}" in printed if wanted else "recovery" not in printed
+
+
+def write_checkpoint(run: Path) -> None:
+    """Write what marks a checkpoint of a run as complete."""
+    (run / "checkpoints/step_000000001").mkdir(parents=True)
+    (run / "checkpoints/step_000000001/meta.json").touch()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--run.best_metric=zero_shot_top1"], r"run\.best_metric=zero_shot_top1 needs an evaluation"),
+        (["--run.best_metric=recall", "--data.val=2"], r"not a metric of .* one of image_to_text_recall@1, "),
+        (["--run.best_metric=ema/text_to_image_recall@5", "--data.val=2"], "not a metric"),
+        (["--run.best_metric=ema/text_to_image_recall@5", "--data.val=2", "--ema.decay=0.9"], ""),
+        (["--run.best_metric=normalizer_mse", "--run.normalizer_anchors=4", "--objective.method=sogclr"], ""),
+        (["--run.normalizer_anchors=4", "--objective.method=siglip"], "measures normalizers, but .*siglip"),
+        (["--recovery.reuse=nothing", "--recovery.epochs=1"], "nothing contains no complete checkpoint"),
+        (["--recovery.reuse=nothing", "--recovery.epochs=1", "--run.name=resumed"], ""),
+    ],
+)
+def test_what_training_would_refuse_is_refused(
+    options: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(memory, "count_activations", no_activations)
+    write_pairs(tmp_path / "data", [10, 6])
+    write_checkpoint(tmp_path / "runs/resumed")
+    config = parse(["demo", f"--data.train={tmp_path}/data", "--data.batch_size=4", "--data.val=", *options]).config
+    with pytest.raises(UserError, match=words) if words else nullcontext():
+        print_dry_run(config, ONE, None)
 
 
 def test_a_cache_that_is_too_small_for_remote_shards_is_refused(

@@ -29,7 +29,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     lines.insert(10, {"step": 10, "image_to_text_recall@1": 0.3, "chance/image_to_text_recall@1": 0.001})
     lines.append({"step": 20, "loss": "nan", "bad_samples/image": 3.0, "unknown_metric": 1.0, "retrieval_pairs": 40.0})
     lines.append({"step": 20, "image_to_text_recall@1": 0.25, "chance/image_to_text_recall@1": 0.001})
-    lines.append({"step": 20, "ema/image_to_text_recall@1": 0.5})
+    lines.append({"step": 20, "ema/image_to_text_recall@1": 0.5, "prefix8/image_to_text_recall@1": 0.1})
     lines += [{"step": step, **{f"task/set {n}": 0.1 for n in range(9)}} for step in (10, 20)]
     events = [
         {"step": 30, "rank": 1, "kind": "data_stall", "message": "waited for <00001.tar>", "indices": [5]},
@@ -89,6 +89,7 @@ def test_scores_have_chance_lines_and_intervals(page: str) -> None:
     assert [line["y"] for line in plots["Image to text recall"]["chance"]] == [0.001]
     assert plots["Training loss"]["chance"] == []
     assert "<td>0.10</td><td>14.19 to 40.19</td>" in page, "10 of 40 pairs"
+    assert re.search("prefix8/image_to_text_recall@1</td>.*<td>3.96 to 23.05</td>", page), "4 of 40 pairs"
     low, high = wilson_interval(0.0, 50)
     assert low == 0 and 0.05 < high < 0.08, "not a single point"
 

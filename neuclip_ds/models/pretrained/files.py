@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from neuclip_ds.errors import UserError, explained
+from neuclip_ds.files import expand_user
 
 SENTENCE_TRANSFORMERS = "sentence_transformers"  # name of the format
 SMALL_FILES = ("*.json", "*.txt", "*.model")  # configs and tokenizers, but no weights
@@ -120,7 +121,7 @@ def fetch(name: str, weights: Sequence[str] = ()) -> Path:
     Raises:
         UserError: no such folder exists, and the checkpoint cannot be downloaded.
     """
-    folder = Path(name).expanduser()
+    folder = Path(expand_user(name))
     if not folder.is_dir():
         folder = download(name, SMALL_FILES)
         for pattern in weights:

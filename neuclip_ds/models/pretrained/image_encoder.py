@@ -13,6 +13,7 @@ import timm
 
 from neuclip_ds.config import Channels, VisionConfig
 from neuclip_ds.errors import UserError, explained
+from neuclip_ds.files import expand_user
 from neuclip_ds.models.image_models import SET_ELSEWHERE, locate_image_weights, pretrained_trunk
 from neuclip_ds.models.pretrained.base import Preprocessing
 from neuclip_ds.models.pretrained.files import first_file, read_json, read_tensors
@@ -51,7 +52,7 @@ def locate_image_encoder(name: str, image_size: int | None = None) -> ImageEncod
         UserError: there is no such model, the weights do not exist or cannot be downloaded, or a folder's config.json
             is missing or invalid.
     """
-    folder = Path(name).expanduser()
+    folder = Path(expand_user(name))
     if folder.is_dir():
         return _read_folder(folder.resolve(), image_size)
     tagged, _, file = name.partition("/")

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError
+from neuclip_ds.files import expand_user
 from neuclip_ds.models.pretrained import open_clip_models, transformers_models
 from neuclip_ds.models.pretrained.base import CheckpointRef, ModelSource
 from neuclip_ds.models.pretrained.files import fetch, read_json
@@ -32,7 +33,7 @@ def locate(name: str, weights: bool = True) -> CheckpointRef:
     names_open_clip = path != name
     if names_open_clip and path.partition("/")[0] in open_clip_models.import_open_clip().list_models():
         return open_clip_models.locate_by_name(path, weights)
-    if Path(path).expanduser().is_file():
+    if Path(expand_user(path)).is_file():
         raise UserError(
             f"{name} is a file of weights, which does not name its architecture; pass open_clip:ARCHITECTURE/{path}, "
             "or the folder of a complete checkpoint."

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from neuclip_ds.config import OPENAI_MEAN, OPENAI_STD, ModelConfig
 from neuclip_ds.errors import UserError, explained, require_package
+from neuclip_ds.files import expand_user
 from neuclip_ds.models.build import apply_common_options
 from neuclip_ds.models.image_models import check_patches, fixed_image_size, names_by_image_size
 from neuclip_ds.models.pretrained.attention_masks import use_static_masks
@@ -80,7 +81,7 @@ def locate_by_name(name: str, weights: bool) -> CheckpointRef:
     architecture, _, file_or_tag = name.partition("/")
     tag_config = open_clip.get_pretrained_cfg(architecture, file_or_tag) if file_or_tag else None
     if not tag_config:
-        path = Path(file_or_tag).expanduser()
+        path = Path(expand_user(file_or_tag))
         if not file_or_tag or not path.is_file():
             tags = ", ".join(open_clip.list_pretrained_tags_by_model(architecture))
             fix = f"use one of the tags {tags}"
@@ -371,7 +372,7 @@ def with_own_encoder(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     The name is `encoder`, a relative path that open_clip finds if it runs in `folder`. A hub name is kept.
     """
     text = config.get("text_cfg", {})
-    encoder = Path(text.get("hf_model_name") or "").expanduser()
+    encoder = Path(expand_user(text.get("hf_model_name") or ""))
     if not text.get("hf_model_name") or not encoder.is_dir():
         return config
     (folder / _ENCODER).mkdir()

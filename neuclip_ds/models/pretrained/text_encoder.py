@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from neuclip_ds.config import Pooling, TextConfig
 from neuclip_ds.errors import UserError, explained
+from neuclip_ds.files import expand_user
 from neuclip_ds.models.pretrained.attention_masks import use_static_masks
 from neuclip_ds.models.pretrained.base import raise_on_mismatch
 from neuclip_ds.models.pretrained.files import (
@@ -181,7 +182,7 @@ def locate_text_encoder(name: str, setting: str = "MODEL=hf:", weights: bool = T
     Raises:
         UserError: there is no such folder, and the files cannot be downloaded.
     """
-    folder = Path(name).expanduser()
+    folder = Path(expand_user(name))
     if not folder.is_dir():
         folder = download(name, SMALL_FILES, setting)
         for pattern in WEIGHT_PATTERNS if weights else ():

@@ -12,8 +12,7 @@ from neuclip_ds.checkpoint.integrity import SaveFailed, is_complete
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.stop_signals import raising_at_once
 from neuclip_ds.engine.average import WeightAverage
-from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation.evaluator import Evaluator
+from neuclip_ds.evaluation.evaluator import Evaluator, check_measured
 from neuclip_ds.reporting.metrics import AVERAGED, CHANCE, NORMALIZER, read_metrics, score_lines, scores_among
 from neuclip_ds.training.checkpointing import SaveCheckpoints
 from neuclip_ds.training.hooks import Hook
@@ -91,11 +90,7 @@ class EvaluateModel(Hook):
             log.info("step %d/%d  %s", loop.done, loop.total, line)
         if name is None:
             return
-        if name not in results:
-            raise UserError(
-                f"run.best_metric={name} is not a metric of this run's evaluation; set it to one of "
-                f"{', '.join(scores_among(results))}."
-            )
+        check_measured(name, results)
         if loop.done:
             self._keep_if_best(loop, Best(loop.done, name, results[name]))
 
