@@ -5,10 +5,10 @@ On one core of an AMD EPYC, zlib computes CRC-32 at 2.1 GB/s, and hashlib comput
 """
 
 import fcntl
-import glob
 import json
 import logging
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -89,7 +89,7 @@ def seen_from_here(path: Path) -> Path:
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary file next to `path`; it replaces `path` if the block succeeds, and is removed otherwise."""
-    _remove_abandoned(path.parent.glob(f".{glob.escape(path.name)}.[0-9]*"))
+    _remove_abandoned(path.parent, rf"\.{re.escape(path.name)}\.\d+")
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.touch()
@@ -110,7 +110,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     check_unused(folder)
     temporary = folder.with_name(f".{folder.name}.{uuid4().hex[:8]}.partial")
     try:
-        _remove_abandoned(folder.parent.glob(f".{glob.escape(folder.name)}.*.partial"))
+        _remove_abandoned(folder.parent, rf"\.{re.escape(folder.name)}\.[0-9a-f]{{8}}\.partial")
         temporary.mkdir(parents=True)
         with claimed(temporary):
             yield temporary
@@ -146,9 +146,14 @@ def claimed(path: Path) -> Iterator[bool]:
         os.close(handle)
 
 
-def _remove_abandoned(paths: Iterable[Path]) -> None:
-    """Remove temporary files and folders left by killed writers, that is, those that no live process has claimed."""
-    for path in paths:
+def _remove_abandoned(folder: Path, pattern: str) -> None:
+    """Remove temporary files and folders left by killed writers, that is, those that no live process has claimed.
+
+    Only files and folders in `folder` are removed whose whole name matches the regular expression `pattern`.
+    """
+    for path in folder.glob("*"):
+        if not re.fullmatch(pattern, path.name):
+            continue
         with suppress(OSError), claimed(path) as is_free:  # another process may remove it at the same time
             if not is_free:
                 continue

@@ -11,10 +11,11 @@ import hashlib
 import json
 import logging
 import os
-import shutil
+import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, as_completed
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,9 @@ OnProgress = Callable[[int, int], None]  # (shards done, total shards)
 RESUME = "choose another folder; with the same folder, the build resumes"
 
 _BUILDING = ".building"  # folder of an unfinished build's results
+_RESULT = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}\.json")  # name of a file of results: the hash of the options, a UUID
+# name of a file of sample tables, or of its temporary file; other files in the folder belong to the user
+_TABLES = re.compile(r"part-\d{8}-[0-9a-f]{8}\.parquet|\.part-\d{8}-[0-9a-f]{8}\.parquet\.\d+")
 _RESULTS_VERSION = 2  # format version of the results
 _UNREADABLE = "unreadable_shards.jsonl"
 _MOST_COMPARED = 500_000_000  # maximum number of samples for which uids and images are compared
@@ -223,11 +227,15 @@ def write_manifest(
 
     with explain_disk(folder, RESUME):
         write_shards(manifest, folder, locations)  # last, because this makes the folder a manifest
-    shutil.rmtree(results)
     used = {location.file for location in locations}
     for path in tables.glob("*"):
-        if path not in used:
+        if _TABLES.fullmatch(path.name) and path not in used:
             path.unlink()
+    for path in results.glob("*"):
+        if _RESULT.fullmatch(path.name):
+            path.unlink()
+    with suppress(OSError):  # the folder contains other files
+        results.rmdir()
     written = load_manifest(folder)
     _warn_of_repeats(written)
     return written

@@ -42,6 +42,7 @@ _RETRY_AFTER = 60.0  # seconds after which a shard that could not be fetched is 
 _POLL = 0.05  # seconds
 _POLL_PIECES = 0.005  # seconds between checks for the pieces of a shard
 _POLL_OWNER = 1.0  # seconds between checks of whether the process that fetches a shard in pieces still runs
+_RESERVED = re.compile(r"[0-9a-f]{24}-\d+")  # name of a folder in fetching/: HASH-BYTES
 _BLOCK_OF_STAT = 512  # bytes, the unit of `st_blocks`
 
 
@@ -286,6 +287,8 @@ class ShardCache:
         with FileLock(self._folder / "lock"):
             # partial shards first: one that is completed in the meantime is counted twice rather than missed
             for other in list(fetching.iterdir()):
+                if not _RESERVED.fullmatch(other.name):
+                    continue  # not written by a cache
                 owner, _, reserved = other.name.partition("-")
                 if owner in self._begun:
                     free -= int(reserved)

@@ -31,9 +31,10 @@ from neuclip_ds.files import atomic_write, safetensors_as_os_error
 EMBEDDING = "embedding.json"  # file that marks a folder of features, and describes the job that wrote them
 PART_SUFFIX = ".safetensors"
 FORMAT = 2  # version of the part files
+LAYOUT = "layout"  # field of EMBEDDING: `layout_of_shards` of the data; null, or absent in older folders, if not known
 PART_BYTES = "part_bytes"  # field of EMBEDDING: the size of each part, in the order of the shards
 TRUNK_OUTPUTS = "trunk_outputs"  # field of EMBEDDING: outputs of the trunks, whose last digits depend on the machine
-_NOT_OF_JOB = ("shards", "data", PART_BYTES, TRUNK_OUTPUTS)  # fields of EMBEDDING that may change during a job
+_NOT_OF_JOB = ("shards", "data", LAYOUT, PART_BYTES, TRUNK_OUTPUTS)  # fields of EMBEDDING that may change during a job
 _METADATA = "part"  # the name under which a file's header stores the fields of the part
 _HEADER_LENGTH = struct.Struct("<Q")
 _DTYPES = {"F16": np.float16, "F32": np.float32, "I64": np.int64, "I32": np.int32}

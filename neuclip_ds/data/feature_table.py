@@ -15,9 +15,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from neuclip_ds.data.cache import ShardCache
-from neuclip_ds.data.feature_parts import EMBEDDING, FORMAT, PART_BYTES, FeaturePart, job_hash, map_part, part_name
+from neuclip_ds.data.feature_parts import (
+    EMBEDDING,
+    FORMAT,
+    LAYOUT,
+    PART_BYTES,
+    FeaturePart,
+    job_hash,
+    map_part,
+    part_name,
+)
 from neuclip_ds.data.fetch import FetchError, open_remote
-from neuclip_ds.data.manifest import Manifest
+from neuclip_ds.data.manifest import Manifest, has_same_layout
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import UserError, counted, explained
 from neuclip_ds.files import expand_user
@@ -347,6 +356,12 @@ class FeatureTable:
                 f"The features in {self.folder} were computed for other data or for the shards in a different order "
                 f"({counted(shards, 'shard')}; this dataset has {counted(self._manifest.n_shards, 'shard')}): run "
                 "neuclip-ds embed on this dataset."
+            )
+        if not has_same_layout(self.embedding.get(LAYOUT), self._manifest.layout_of_first(shards)):
+            raise UserError(
+                f"The features in {self.folder} were computed for shards with the same names and sizes, but with other "
+                "samples or with the samples in a different order: run neuclip-ds embed on this dataset with a new "
+                "--out."
             )
 
     def _check_captions(self, captions: Sequence[str]) -> None:

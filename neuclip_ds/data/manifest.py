@@ -116,6 +116,10 @@ class Manifest:
         """Return the `hash_of_shards` of the first `count` shards."""
         return hash_of_shards(self.shards[:count])
 
+    def layout_of_first(self, count: int) -> str | None:
+        """Return the `layout_of_shards` of the first `count` shards."""
+        return layout_of_shards(self.shards[:count])
+
     def to_json(self) -> dict[str, Any]:
         """Return the input for `from_json` on other ranks, which must have the same sample tables at the same paths.
 
@@ -154,6 +158,23 @@ def hash_of_shards(shards: Sequence[Shard]) -> str:
         line = f"{Path(shard.path).name}\0{shard.n}\0{shard.bytes}\0{shard.selection}\n"
         digest.update(line.encode("utf-8", "surrogateescape"))
     return digest.hexdigest()[:32]
+
+
+def layout_of_shards(shards: Sequence[Shard]) -> str | None:
+    """Return a hash (32 hex digits) of the shards' layouts, or None if the layout of any shard is not known.
+
+    It differs between data whose `hash_of_shards` is the same because the shards have the same names, sizes and numbers
+    of samples. `hash_of_shards` omits the layouts because those of a manifest from side files are not known.
+    """
+    layouts = [shard.layout for shard in shards]
+    if None in layouts:
+        return None
+    return hashlib.sha256(repr(layouts).encode()).hexdigest()[:32]
+
+
+def has_same_layout(stored: str | None, current: str | None) -> bool:
+    """Return whether two results of `layout_of_shards` are equal; true if either is None, that is, not known."""
+    return None in (stored, current) or stored == current
 
 
 def indices_at(starts: NDArray[np.int64], sizes: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:

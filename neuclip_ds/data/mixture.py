@@ -20,10 +20,11 @@ from neuclip_ds.errors import UserError
 class MixtureOrder:
     """A sample order for a mixture of sources; its batches are read in the same way as those of `GlobalOrder`.
 
-    An epoch has about as many samples as all sources combined, and all batches are full. The order of each source must
-    have the mixture's batch size and number of streams; block sizes may differ. `weights` are the relative shares of
-    rows from the m sources. Raises UserError if a weight is negative or not finite, if no weight is positive, or if a
-    positive weight is too small for one row per batch.
+    An epoch has about as many samples as all sources combined. All batches are full, unless a source has fewer samples
+    than streams (as in some runs that began with an earlier version): streams without samples give rows of -1. The
+    order of each source must have the mixture's batch size and number of streams; block sizes may differ. `weights` are
+    the relative shares of rows from the m sources. Raises UserError if a weight is negative or not finite, if no weight
+    is positive, or if a positive weight is too small for one row per batch.
     """
 
     def __init__(self, sources: Sequence[GlobalOrder], weights: Sequence[float], interleave: Interleave) -> None:
@@ -104,7 +105,8 @@ class MixtureOrder:
                 continue
             source_stream = stream[source_rows]
             taken = self._taken(source, source_stream, global_step)
-            source_epochs, within = np.divmod(taken + rank_in_block[source_rows], order.stream_lengths[source_stream])
+            lengths = np.maximum(order.stream_lengths[source_stream], 1)  # `samples` returns -1 for empty streams
+            source_epochs, within = np.divmod(taken + rank_in_block[source_rows], lengths)
             epochs[source_rows] = source_epochs
             for source_epoch in np.unique(source_epochs):
                 selected = source_epochs == source_epoch

@@ -12,6 +12,7 @@ names of members outside `MEMBERS` come last. `flags` is twice the number of the
 import hashlib
 import logging
 import os
+import re
 import secrets
 import stat
 import struct
@@ -32,6 +33,7 @@ _LOCKS = 64  # number of lock files; many tables share each file
 _TABLES_PER_CHECK = 64  # space is checked for only one small table in this many, because the check lists all files
 _MAGIC = b"NDStable"
 _HEADER = struct.Struct("<8sIIqq")
+_CACHED = re.compile(r"[0-9a-f]{24}[-.]")  # the names of cached shards and tables begin with a result of `name_of`
 _SIGNED = 12  # offset of the first byte that the CRC-32 covers
 
 
@@ -95,18 +97,25 @@ class NodeTables:
 
 
 def remove_oldest(folder: Path, most_bytes: int) -> None:
-    """Remove the least recently used files of a folder until the others take at most `most_bytes`."""
-    oldest_first = sorted((status.st_mtime_ns, status.st_size, path) for path, status in files_in(folder))
+    """Remove the least recently used shards or tables of a folder until the others take at most `most_bytes`.
+
+    Other files in the folder, which may be the user's, are neither counted nor removed.
+    """
+    cached = [(path, status) for path, status in files_in(folder) if _CACHED.match(path.name)]
+    oldest_first = sorted((status.st_mtime_ns, status.st_size, path) for path, status in cached)
     excess = sum(size for _, size, _ in oldest_first) - most_bytes
     for _, size, path in oldest_first:
-        if excess > 0 and size:  # empty files may be locks
+        if excess > 0:
             path.unlink(missing_ok=True)
             excess -= size
 
 
 def files_in(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield the files of a folder with their stat results, skipping files that are removed during the iteration."""
-    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+    """Yield the files of a folder with their stat results, skipping files that are removed during the iteration.
+
+    Yields nothing if `folder` does not exist or is a file.
+    """
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
         for entry in entries:
             with suppress(FileNotFoundError):
                 yield Path(entry.path), entry.stat(follow_symlinks=False)

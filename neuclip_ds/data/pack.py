@@ -88,8 +88,8 @@ def choose_columns(table: PairTable, image: str | None = None, captions: Sequenc
         member, _, column = text.rpartition("=")
         by_member[member or TEXT] = column
     for column in (image, *by_member.values()):
-        if column not in table.data.schema.names:
-            known = ", ".join(table.data.schema.names)
+        if column not in table.columns:
+            known = ", ".join(table.columns)
             raise UserError(f"{table.name} has no column {column}; name one of its columns ({known}).")
     if len(by_member) < len(captions) or not all(map(_MEMBER.fullmatch, by_member)):
         raise UserError(
@@ -116,9 +116,9 @@ def pack(
 
     # read the columns of pairs, and all other columns that fit in JSON
     names = list(dict.fromkeys([columns.image, *columns.captions.values()]))
-    for field in table.data.schema:
-        if field.name not in names and "binary" not in str(field.type):
-            names.append(field.name)
+    for name in table.columns:
+        if name not in names and name not in table.binary_columns:
+            names.append(name)
     groups = _group_rows(table, columns.image, names)
 
     rows = 0

@@ -8,9 +8,12 @@ from __future__ import annotations
 import base64
 import binascii
 import csv
+import json
 import re
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -41,6 +44,7 @@ _TEXT = ".txt"
 _COMMA = ","
 _DELIMITERS = {".csv": _COMMA, ".tsv": "\t"}
 _MAX_HEADER = 100_000  # characters of a table's first line that are read to find its delimiter
+_BLOCK_BYTES = 32 << 20  # bytes of a CSV or TSV file that are parsed at once; a row, with its image, must fit into them
 _BATCH = 256  # rows read at once; few, because they may contain images
 _FIX = "write or download that file again, or remove it"
 _LINE_BREAK = re.compile(r"\r\n|\r|\n")
@@ -57,21 +61,63 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairTable:
+class PairTable(ABC):
     """A table of image-caption pairs, with its rows in a fixed order."""
 
     name: str  # for messages
-    data: pyarrow.dataset.Dataset
+    columns: Sequence[str]  # names of all columns
+    binary_columns: Sequence[str] = ()  # names of the columns of bytes, which JSON cannot contain
     rows: int
-    delimiter: str | None  # of CSV and TSV files whose quotes are checked, otherwise None
-    has_quotes_option: bool = False  # whether messages may suggest --quotes
-    folder: Path | None = None  # base folder of relative image paths; None for the folder of each row's file
 
+    @abstractmethod
     def read(self, columns: Sequence[str]) -> Iterator[Row]:
         """Yield every row with only the given columns, in order.
 
         Raises UserError if the table cannot be read, or if a stray quote seems to put other rows into a cell.
         """
+
+    def find_column(self, usual: Sequence[str], what: str, advice: str) -> str:
+        """Return the first column in `usual` that exists, ignoring case; raise UserError with `advice` if none does.
+
+        `what` is the content of the column: `image` or `caption`.
+        """
+        by_lowercase_name = {column.lower(): column for column in reversed(self.columns)}
+        for name in usual:
+            if name in by_lowercase_name:
+                return by_lowercase_name[name]
+        raise UserError(
+            f"{self.name} has no {what} column with a recognized name ({', '.join(usual)}); its columns are "
+            f"{', '.join(self.columns)}: {advice}."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _JsonLines(PairTable):
+    """A table of JSON Lines files.
+
+    pyarrow is not used: it derives the columns and their types from the first block of the first file, reads texts such
+    as 2020-01-01 as dates, and refuses rows that are longer than a block.
+    """
+
+    files: Sequence[str]
+
+    def read(self, columns: Sequence[str]) -> Iterator[Row]:
+        for file in self.files:
+            folder = Path(file).parent.absolute()
+            for record in _records(file):
+                yield Row(folder, {name: record.get(name) for name in columns})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ArrowTable(PairTable):
+    """A table that pyarrow reads: CSV, TSV and Parquet files, and the pairs of a folder."""
+
+    data: pyarrow.dataset.Dataset
+    delimiter: str | None  # of CSV and TSV files whose quotes are checked, otherwise None
+    has_quotes_option: bool = False  # whether messages may suggest --quotes
+    folder: Path | None = None  # base folder of relative image paths; None for the folder of each row's file
+
+    def read(self, columns: Sequence[str]) -> Iterator[Row]:
         read_columns = list(columns) if self.delimiter is None else None  # any column may contain a stray quote
         for fragment in self.data.get_fragments():
             file = self.name if self.folder is not None else fragment.path
@@ -95,19 +141,24 @@ class PairTable:
             return ""
         return " To pack a table without quoted cells, set --quotes=off; if the cell is correct, set --quotes=on."
 
-    def find_column(self, usual: Sequence[str], what: str, advice: str) -> str:
-        """Return the first column in `usual` that exists, ignoring case; raise UserError with `advice` if none does.
 
-        `what` is the content of the column: `image` or `caption`.
-        """
-        by_lowercase_name = {column.lower(): column for column in reversed(self.data.schema.names)}
-        for name in usual:
-            if name in by_lowercase_name:
-                return by_lowercase_name[name]
-        raise UserError(
-            f"{self.name} has no {what} column with a recognized name ({', '.join(usual)}); its columns are "
-            f"{', '.join(self.data.schema.names)}: {advice}."
-        )
+def _records(file: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the records of a JSON Lines file, skipping blank lines; raise UserError if the file cannot be read."""
+    number = 0
+    with (
+        explained(f"The table {file} cannot be read", _FIX),
+        Path(file).open(encoding="utf-8-sig", newline="\n") as lines,
+    ):
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"line {number} is not JSON: {error}") from error
+            if not isinstance(record, dict):
+                raise ValueError(f"line {number} is not a JSON object")
+            yield record
 
 
 def open_table(source: str, quotes: Quotes | None = None) -> PairTable:
@@ -141,23 +192,38 @@ def open_table(source: str, quotes: Quotes | None = None) -> PairTable:
             "files."
         )
     (extension,) = extensions
+    if extension == ".jsonl":
+        return _open_json_lines(source, paths)
     delimiter = None
     if extension in _DELIMITERS:
         delimiter = _find_delimiter(Path(paths[0]), _DELIMITERS[extension])
     fix = _FIX if delimiter is None else _fix_of_quotes(has_quotes_option and quotes != "off")
     with explained(f"The table {source} cannot be read", fix):
         if delimiter is None:
-            data = dataset.dataset(paths, format="json" if extension == ".jsonl" else "parquet")
+            data = dataset.dataset(paths, format="parquet")
         else:
             data = _open_delimited(paths, delimiter, quotes, fix)
         rows = _count_rows(data)
-    return PairTable(
+    return _ArrowTable(
         name=source,
-        data=data,
+        columns=data.schema.names,
+        binary_columns=[field.name for field in data.schema if "binary" in str(field.type)],
         rows=rows,
+        data=data,
         delimiter=delimiter if quotes == "auto" else None,
         has_quotes_option=has_quotes_option,
     )
+
+
+def _open_json_lines(source: str, files: Sequence[str]) -> PairTable:
+    """Return the table of JSON Lines files, whose columns are the keys of all records, in the order of first use."""
+    columns: dict[str, None] = {}
+    rows = 0
+    for file in files:
+        for record in _records(file):
+            columns.update(dict.fromkeys(record))
+            rows += 1
+    return _JsonLines(name=source, columns=list(columns), rows=rows, files=files)
 
 
 def _open_folder(folder: Path, images: Sequence[Path]) -> PairTable:
@@ -188,7 +254,14 @@ def _open_folder(folder: Path, images: Sequence[Path]) -> PairTable:
         CAPTION_COLUMNS[0]: pa.array([caption for _, caption in rows], pa.string()),
     }
     data = dataset.dataset(pa.table(columns))
-    return PairTable(name=str(folder), data=data, rows=len(rows), delimiter=None, folder=folder.absolute())
+    return _ArrowTable(
+        name=str(folder),
+        columns=list(columns),
+        rows=len(rows),
+        data=data,
+        delimiter=None,
+        folder=folder.absolute(),
+    )
 
 
 def _find_delimiter(file: Path, usual: str) -> str:
@@ -226,13 +299,14 @@ def _open_delimited(paths: list[str], delimiter: str, quotes: Quotes, fix: str) 
 
     quote = False if quotes == "off" else '"'
     parsing = pyarrow.csv.ParseOptions(delimiter=delimiter, quote_char=quote, newlines_in_values=quotes != "off")
+    reading = pyarrow.csv.ReadOptions(block_size=_BLOCK_BYTES)
     with (
         explained(f"The table {paths[0]} cannot be read", fix),
-        pyarrow.csv.open_csv(paths[0], parse_options=parsing) as first,
+        pyarrow.csv.open_csv(paths[0], read_options=reading, parse_options=parsing) as first,
     ):
         names = first.schema.names
     schema = pa.schema([(name, pa.string()) for name in names])  # so that the caption "7" is text
-    return dataset.dataset(paths, schema=schema, format=dataset.CsvFileFormat(parsing))
+    return dataset.dataset(paths, schema=schema, format=dataset.CsvFileFormat(parsing, read_options=reading))
 
 
 def _find_missing_quote(batch: pa.RecordBatch, delimiter: str) -> str:
@@ -326,9 +400,14 @@ def read_image(source: bytes | str) -> bytes:
 
 
 def captions_of(value: Any) -> list[str]:
-    """Return the nonblank captions in a table cell; in a list of captions, runs of whitespace become single spaces."""
+    """Return the nonblank captions in a table cell; in a list of captions, runs of whitespace become single spaces.
+
+    Numbers and dates are captions too, because the text of a CSV file is one if it looks like a number or a date.
+    """
     if isinstance(value, list):
-        return [" ".join(caption.split()) for caption in value if isinstance(caption, str) and caption.strip()]
+        return [" ".join(caption.split()) for cell in value for caption in captions_of(cell)]
+    if isinstance(value, int | float | date | datetime) and not isinstance(value, bool) and value == value:  # not NaN
+        value = str(value)
     if isinstance(value, str) and value.strip():
         return [value.strip()]
     return []

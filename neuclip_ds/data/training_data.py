@@ -76,9 +76,10 @@ class TrainingData:
         return reads_shards(self.tables, self.loading.captions)
 
     def record(self) -> dict[str, Any]:
-        """Return a checkpoint's record of the data: its hash, held-out counts, and the stored features' job hashes."""
+        """Return a checkpoint's record of the data: its hashes, held-out counts, and stored features' job hashes."""
         record: dict[str, Any] = {
             "hash": self.manifest.content_hash,
+            "layout": self.manifest.layout_of_first(self.manifest.n_shards),
             "held_out": sorted(self.manifest.held_out.items()),
         }
         if self.tables:

@@ -73,6 +73,16 @@ class TrainingSet:
             weights.append(float(sizes.sum()) if source.weight is None else source.weight)
         return weights
 
+    def smallest_source(self) -> tuple[str, int] | None:
+        """Return the path and size of a mixture's smallest source with a positive weight; None for a single dataset."""
+        if not self.sources:
+            return None
+        in_use = []
+        for source, sizes, weight in zip(self.sources, self.sizes_by_source, self.weights(), strict=True):
+            if weight > 0:
+                in_use.append((source.path, int(sizes.sum())))
+        return min(in_use, key=lambda source: source[1], default=None)
+
     def interleaves(self, interleave: Interleave) -> list[Interleave]:
         """Return each source's interleave, with a block size proportional to the source's weight.
 
@@ -185,9 +195,9 @@ def open_order(
     instead of it if training reads only stored features (`reads_shards` is false).
 
     Raises:
-        UserError: a source has fewer than 2 samples, the batch size is incompatible with the number of samples or with
-            `data.shard_streams`, the weights of a mixture are invalid, or the files that a new run reads at the same
-            time do not fit in the cache.
+        UserError: a source has fewer than 2 samples, or fewer than the `data.shard_streams` of a new run; the batch
+            size is incompatible with the number of samples or with `data.shard_streams`; the weights of a mixture are
+            invalid; or the files that a new run reads at the same time do not fit in the cache.
     """
     data = config.data
     seed = config.run.seed
@@ -203,9 +213,13 @@ def open_order(
         orders = training_set.orders(data.batch_size, seed, interleave)
         return sum(order.resident_bytes(cached_bytes.tolist(), nodes) for order in orders)
 
-    shards = int(np.count_nonzero(manifest.sizes))
+    # each stream needs a shard and, in a mixture, at least one sample of every source
+    most_streams = int(np.count_nonzero(manifest.sizes))
+    smallest = training_set.smallest_source()
+    if smallest is not None:
+        most_streams = min(most_streams, smallest[1])
     interleave = saved or choose_interleave(
-        shards,
+        most_streams,
         data.batch_size,
         nodes=nodes,
         cache_bytes=cache_bytes,
@@ -216,7 +230,7 @@ def open_order(
     if cache_bytes is not None:
         _check_cache(data, interleave, resident_bytes(interleave, nodes), is_new=saved is None)
         if saved is None and data.shuffle_block_size is None:
-            without_cache = choose_interleave(shards, data.batch_size, nodes=nodes, streams=data.shard_streams)
+            without_cache = choose_interleave(most_streams, data.batch_size, nodes=nodes, streams=data.shard_streams)
             if interleave.window < min(without_cache.window, int(manifest.sizes.sum())):
                 log.warning(
                     "the cache limits the shuffle buffer to %s samples: raise data.cache_gb (now %g) to shuffle more "
@@ -226,7 +240,17 @@ def open_order(
                 )
 
     if training_set.sources:
-        return training_set.mixture(data.batch_size, seed, interleave)
+        mixture = training_set.mixture(data.batch_size, seed, interleave)
+        if smallest is not None and interleave.streams > smallest[1]:
+            path, size = smallest
+            problem = (
+                f"The source {path} of data.train contains {counted(size, 'sample')}, fewer than the "
+                f"{interleave.streams} shard streams, so a part of each batch would be padding"
+            )
+            if saved is None:
+                raise UserError(f"{problem}: set data.shard_streams to at most {size}, or remove the source.")
+            log.warning("%s: to avoid this, start a new run", problem)
+        return mixture
     order = GlobalOrder(manifest.starts, manifest.sizes, data.batch_size, seed, interleave, drop_last=data.drop_last)
     if order.last_batch_size < 2:
         raise UserError(

@@ -35,6 +35,7 @@ from torch.nn.functional import pad
 from neuclip_ds.data.feature_parts import (
     EMBEDDING,
     FORMAT,
+    LAYOUT,
     PART_BYTES,
     PART_SUFFIX,
     TRUNK_OUTPUTS,
@@ -44,7 +45,7 @@ from neuclip_ds.data.feature_parts import (
     write_part,
 )
 from neuclip_ds.data.loader import LoaderOptions
-from neuclip_ds.data.manifest import Manifest
+from neuclip_ds.data.manifest import Manifest, has_same_layout
 from neuclip_ds.data.worker_pool import WorkerPool
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.embedding.encoders import EncodeOne, FeatureEncoders
@@ -60,6 +61,7 @@ _PART_NAME = re.compile(r"part-(\d{8})\.parquet")
 _LOG_INTERVAL = 10.0  # seconds between progress lines
 _HASHES = {  # fields of EMBEDDING that contain hashes -> what another value means
     "data": "other data, or of the shards in a different order",
+    LAYOUT: "shards with the same names and sizes, but with other samples or with the samples in a different order",
     "trunk_weights": "a model with other weights",
 }
 
@@ -108,7 +110,12 @@ class Parts:
         _write_json(self.folder / EMBEDDING, {**self._identity_for(manifest), PART_BYTES: part_bytes})
 
     def _identity_for(self, manifest: Manifest) -> dict[str, Any]:
-        return {**self._identity, "shards": manifest.n_shards, "data": manifest.content_hash}
+        return {
+            **self._identity,
+            "shards": manifest.n_shards,
+            "data": manifest.content_hash,
+            LAYOUT: manifest.layout_of_first(manifest.n_shards),
+        }
 
     def create(self, manifest: Manifest) -> list[int]:
         """Open or create the folder, and return the numbers of the shards that have parts.
@@ -137,6 +144,8 @@ class Parts:
             stored = json.loads(path.read_text(encoding="utf-8"))
             shards = stored["shards"]
             expected = {**identity, "shards": shards, "data": manifest.hash_of_first(shards)}
+            layout = manifest.layout_of_first(shards)
+            expected[LAYOUT] = stored.get(LAYOUT) if has_same_layout(stored.get(LAYOUT), layout) else layout
             expected.pop(TRUNK_OUTPUTS, None)
         for name, value in expected.items():
             if stored.get(name) == value:

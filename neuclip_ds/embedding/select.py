@@ -4,6 +4,7 @@ The files may be features written by `neuclip-ds embed`, or any other parquet fi
 DataComp's or img2dataset's metadata. Only the column of values and the column of uids are read.
 """
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from neuclip_ds.data.feature_parts import EMBEDDING
+from neuclip_ds.data.feature_parts import EMBEDDING, PART_BYTES
 from neuclip_ds.data.listing import files_below
 from neuclip_ds.data.uids import UID, UidArray, UidFiles, parse_uids
 from neuclip_ds.errors import UserError, counted, explained
@@ -63,9 +64,10 @@ def select(
     A rule with `top` needs about 25 bytes of memory per row, and each kept uid takes 56 bytes. Sources are parquet
     files, or folders that contain parquet files at any depth. `out` and the files in `within` are .npy files of pairs
     of 64-bit words (dtype `u8,u8`). Only uids that are in every `within` file are kept, and `refine` may drop more.
-    Raises UserError if a source contains no parquet files, if a file cannot be read, if the first file lacks a column
-    (where another file lacks one, its values count as missing), if `column` is not numeric, if a file in `within` is
-    not sorted, if no uid remains before `refine`, if `refine` raises it, or if `out` cannot be written.
+    Raises UserError if a source contains no parquet files or unfinished features, if a file cannot be read, if the
+    first file lacks a column (where another file lacks one, its values count as missing), if `column` is not numeric,
+    if a file in `within` is not sorted, if no uid remains before `refine`, if `refine` raises it, or if `out` cannot be
+    written.
     """
     files: list[Path] = []
     for source in sources:
@@ -179,16 +181,36 @@ def feature_tables(folder: Path) -> list[Path]:
     return sorted(folder.glob("part-*.parquet"))
 
 
+def _complete_tables(folder: Path) -> list[Path]:
+    """Return the tables in a folder of features; raise UserError if `neuclip-ds embed` has not written all parts."""
+    path = folder / EMBEDDING
+    with explained(f"{path} cannot be read", "run `neuclip-ds embed` again with another --out"):
+        embedding = json.loads(path.read_text(encoding="utf-8"))
+        # at its end, embed lists the parts' sizes, which are 0 for unreadable and unused shards
+        sizes = embedding.get(PART_BYTES, [1] * embedding["shards"])
+    tables = feature_tables(folder)
+    names = {table.name for table in tables}
+    missing = [shard for shard, size in enumerate(sizes) if size and f"part-{shard:08d}.parquet" not in names]
+    if not sizes or (not tables and not missing):
+        raise UserError(f"{folder} contains no features: run `neuclip-ds embed` on readable shards.")
+    if missing:
+        raise UserError(
+            f"{folder} lacks the features of {len(missing)} of {counted(len(sizes), 'shard')}: let `neuclip-ds embed` "
+            "finish first, by running the same command again, or, if the folder is a copy, copy it again."
+        )
+    return tables
+
+
 def _files(source: Path) -> list[Path]:
     if (source / EMBEDDING).is_file():
-        tables = feature_tables(source)
-        if not tables:
-            raise UserError(f"{source} contains no complete part yet: let `neuclip-ds embed` finish first.")
-        return tables
+        return _complete_tables(source)
     files = []
     if source.is_dir():
         with explained(f"{source} cannot be listed", "check the folders and their permissions"):
             files = files_below(source, [".parquet"])
+        for folder in sorted({file.parent for file in files}):
+            if (folder / EMBEDDING).is_file():
+                _complete_tables(folder)
     elif source.is_file():
         files = [source]
     if not files:

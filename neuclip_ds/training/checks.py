@@ -7,7 +7,7 @@ from typing import Any
 from neuclip_ds.checkpoint.checkpoints import Fingerprint
 from neuclip_ds.config import SIZES, Config, ModelConfig
 from neuclip_ds.data.feature_table import FeatureTable
-from neuclip_ds.data.manifest import Manifest
+from neuclip_ds.data.manifest import Manifest, has_same_layout
 from neuclip_ds.data.stored_towers import CONTENTS, loss_tables, tower_folders
 from neuclip_ds.data.training_set import source_settings
 from neuclip_ds.engine.config import load_engine_config
@@ -153,7 +153,7 @@ def check_tables(tables: Mapping[str, FeatureTable]) -> None:
 
 
 def check_data(saved: Mapping[str, Any], manifest: Manifest, what: str, fix: str) -> None:
-    """Raise `UserError` if a manifest's content hash differs from the hash in a checkpoint's record of its data.
+    """Raise `UserError` if a manifest's hashes differ from the hashes in a checkpoint's record of its data.
 
     `what` is the subject of the message, and `fix` is an alternative to using the recorded data.
     """
@@ -161,6 +161,12 @@ def check_data(saved: Mapping[str, Any], manifest: Manifest, what: str, fix: str
         raise UserError(
             f"{what} was written with different data (hash {saved['hash']}, now {manifest.content_hash}): pass the "
             f"data that it was written with, or {fix}."
+        )
+    # checkpoints of earlier versions have no layout
+    if not has_same_layout(saved.get("layout"), manifest.layout_of_first(manifest.n_shards)):
+        raise UserError(
+            f"{what} was written with shards of the same names and sizes, but with other samples or with the samples "
+            f"in a different order: pass the data that it was written with, or {fix}."
         )
 
 

@@ -272,6 +272,24 @@ def test_a_manifest_is_not_overwritten(folder, tmp_path):
         write_manifest(tmp_path / "m", paths_of(folder), Worker())
 
 
+@pytest.mark.parametrize("checksum", [True, False])
+def test_files_of_the_user_in_the_folder_of_the_manifest_are_kept(tmp_path, checksum):
+    """The shards may be in FOLDER/samples, which also contains the sample tables."""
+    samples = write_pairs(tmp_path / "samples", [2, 3])
+    shards = paths_of(samples)
+    notes = [samples / "part-1.parquet", samples / "notes/a.txt", tmp_path / ".building/a.json"]
+    for note in notes:
+        note.parent.mkdir(exist_ok=True)
+        note.touch()
+    abandoned = samples / "part-00000000-0123abcd.parquet"
+    abandoned.touch()
+    (samples / f".{abandoned.name}.12").touch()
+    manifest = write_manifest(tmp_path, shards, Worker(), ScanOptions(checksum=checksum))
+    tables = [] if manifest.samples is None else [str(location.file) for location in manifest.samples.locations]
+    files = {str(path) for path in tmp_path.rglob("*") if path.is_file()}
+    assert files == {*shards, *map(str, notes), *tables, str(tmp_path / "shards.parquet")}
+
+
 def uid_shards(folder: Path, sizes: list[int]) -> tuple[Path, list[str]]:
     uids = [uuid.UUID(int=(i * 0x9E3779B97F4A7C15F39CC0605CEDC835) % 2**128).hex for i in range(sum(sizes))]
     replace = {

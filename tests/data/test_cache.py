@@ -98,6 +98,20 @@ def test_the_least_recently_used_makes_room(http, tmp_path):
     assert held(tmp_path) == [0, 4, 5]
 
 
+def test_files_of_the_user_in_the_folder_of_the_cache_are_kept(http, tmp_path):
+    """The cache's folder may also contain the user's own `shards` or `fetching`."""
+    own = [tmp_path / "cache" / name for name in ("shards/00000.tar", "shards/a-1", "fetching/a/0.tar", "fetching/b")]
+    for path in own:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(2 * SIZE))
+    cache = cache_in(tmp_path, 1.5)
+    for number in range(3):
+        cache.path(url(http, number), SIZE)
+    assert held(tmp_path) == [0, 2], "the user's shard and the last one"
+    assert all(path.is_file() for path in own)
+    assert cache.arrived() > SIZE
+
+
 def test_a_shard_that_has_changed_is_fetched_again(http, tmp_path):
     cache = cache_in(tmp_path, 1.5)
     cache.path(url(http, 1), SIZE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.source import FromConfig
 from neuclip_ds.recipe import parse
+from neuclip_ds.training.checks import check_data
 
 SHARD_SIZES = [5, 7, 4]
 CAPTIONS = ["txt:lines", "json:long"]
@@ -361,6 +362,39 @@ def test_tables_that_do_not_fit_the_data_are_refused(
     (old / "embedding.json").write_text('{"shards": 3}')
     with pytest.raises(UserError, match=r"format of another version"):
         open_table(old, manifest)
+
+
+def test_shards_of_the_same_size_with_other_samples_are_refused(tmp_path: Path) -> None:
+    """Tars are padded, so the size often stays the same if samples are shuffled."""
+
+    def shards_of(indices: Sequence[int]) -> Manifest:
+        (tmp_path / "shards").mkdir(exist_ok=True)
+        members: list[tuple[str, bytes]] = []
+        for index in indices:
+            members += [(f"{index}.jpg", jpeg(0)), (f"{index}.txt", f"caption {index}".encode())]
+        write_tar(tmp_path / "shards/0.tar", members)
+        return manifest_of(tmp_path / "shards")
+
+    manifest = shards_of(range(5))
+    write(tmp_path / "features", manifest)
+    table = find_table(str(tmp_path / "features"))
+    shuffled = shards_of([4, 0, 1, 3, 2])
+    assert shuffled.content_hash == manifest.content_hash
+    with pytest.raises(UserError, match=r"same names and sizes, but with other samples.*embed .* with a new --out"):
+        FeatureTable(table, shuffled, ["txt"])
+    with pytest.raises(UserError, match=r"same names and sizes, but with other samples.*choose another --out"):
+        write(tmp_path / "features", shuffled)
+    record = {"hash": manifest.content_hash, "layout": manifest.layout_of_first(1)}
+    check_data(record, manifest, "The checkpoint", "give the run another name")
+    with pytest.raises(UserError, match=r"checkpoint was written with shards of the same names .* or give the run"):
+        check_data(record, shuffled, "The checkpoint", "give the run another name")
+
+    # a manifest from side files and features or checkpoints of an earlier version do not know the layout
+    FeatureTable(table, Manifest([replace(shuffled.shards[0], layout=None)]), ["txt"])
+    del table["embedding"]["layout"]
+    FeatureTable(table, shuffled, ["txt"])
+    del record["layout"]
+    check_data(record, shuffled, "The checkpoint", "give the run another name")
 
 
 def test_a_table_that_changes_during_training_ends_the_run(tmp_path: Path, manifest: Manifest, features: Path) -> None:

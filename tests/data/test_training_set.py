@@ -143,6 +143,28 @@ def test_a_resumed_run_keeps_its_held_out_pairs():
         TrainingSet(DataConfig(train="x", val=3), lambda source: whole, {0: 4})
 
 
+def test_a_small_source_of_a_mixture_limits_the_streams(monkeypatch, caplog):
+    """A stream without samples of a source would fill that source's rows with padding; one sample is held out."""
+    monkeypatch.setitem(SETS, "large", LOCAL)
+    monkeypatch.setitem(SETS, "small", from_shards([Shard(path="small.tar", start=0, n=20, bytes=1)]))
+    found = mixture_of({"path": "large", "weight": 1}, {"path": "small", "weight": 1})
+    order = open_order(config_of(), found)
+    assert order.interleave.streams == 16
+    for step in range(20):
+        indices = order.batch(0, step)
+        assert indices.min() >= 0
+        assert (indices >= LOCAL.n).sum() == 16
+    unused = mixture_of({"path": "large", "weight": 1}, {"path": "small", "weight": 0})
+    assert open_order(config_of(), unused).interleave.streams == 32
+    with pytest.raises(UserError, match=r"source small .* contains 19 samples, fewer than the 32 .* at most 19"):
+        open_order(config_of("--data.shard_streams=32"), found)
+
+    # a run of an earlier version continues
+    resumed = open_order(config_of(), found, saved=Interleave(32, 1000))
+    assert (resumed.batch(0, 0) < 0).any()
+    assert "to avoid this, start a new run" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("sources", "words"),
     [

@@ -1,7 +1,9 @@
 """Check which uids a rule keeps, and that the files have the format that the data engine and DataComp read."""
 
+import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -118,10 +120,33 @@ def test_a_file_that_is_not_parquet_is_named(tmp_path: Path, pool: Path, name: s
         select([pool, tmp_path / name], "score", Rule(minimum=0.0), tmp_path / "kept.npy")
 
 
-def test_features_without_a_complete_part_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "embedding.json").write_text("{}")
-    with pytest.raises(UserError, match="contains no complete part yet"):
-        select([tmp_path], "similarity", Rule(top=0.5), tmp_path / "kept.npy")
+def test_unfinished_features_are_refused(tmp_path: Path) -> None:
+    """Features are complete if every shard has a part, or once embed has listed the parts' sizes at its end."""
+    folder = tmp_path / "pool/features"
+    folder.mkdir(parents=True)
+    embedding: dict[str, Any] = {"shards": 3}
+    description = folder / "embedding.json"
+
+    def selected(source: Path) -> int:
+        return select([source], "score", Rule(minimum=0), tmp_path / "kept.npy").samples
+
+    def refused(words: str) -> None:
+        for source in (folder, folder.parent):
+            with pytest.raises(UserError, match=words):
+                selected(source)
+
+    description.write_text(json.dumps(embedding))
+    with pytest.raises(UserError, match=r"lacks the features of 3 of 3 shards: let `neuclip-ds embed` finish first"):
+        selected(folder)
+    for shard in range(2):
+        pq.write_table(pa.table({"score": [1.0], "uid": [uid(shard)]}), folder / f"part-{shard:08d}.parquet")
+    refused(r"lacks the features of 1 of 3 shards: let `neuclip-ds embed` finish first")
+    description.write_text(json.dumps({**embedding, "part_bytes": [9, 9, 9]}))
+    refused(r"lacks the features of 1 of 3 shards")
+    description.write_text(json.dumps({**embedding, "part_bytes": [9, 9, 0]}))  # the last shard cannot be read
+    assert selected(folder) == selected(folder.parent) == 2
+    description.write_text(json.dumps({"shards": 2}))
+    assert selected(folder) == 2
 
 
 def test_linked_folders_count_and_hidden_files_do_not(tmp_path: Path, pool: Path) -> None:
@@ -153,7 +178,7 @@ def test_of_near_duplicates_the_best_stays(tmp_path: Path, dtype: str, normalize
     uids[50] = uids[51]
     features = tmp_path / "features"
     features.mkdir()
-    (features / "embedding.json").write_text("{}")
+    (features / "embedding.json").write_text('{"shards": 3}')
     for part, rows in enumerate(np.array_split(np.arange(count), 3)):
         columns = {
             "uid": pa.array([uids[row] for row in rows]),
