@@ -53,8 +53,13 @@ from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
 from neuclip_ds.losses.methods import find_method
 from neuclip_ds.losses.stored_features import stored_folders
 from neuclip_ds.models.compilation import Compilation, compile_towers, resolve_compilation
-from neuclip_ds.models.pretrained.base import LogitParameters, read_start_hash
-from neuclip_ds.models.source import ModelSource
+from neuclip_ds.models.pretrained.base import (
+    LogitParameters,
+    read_start_hash,
+    read_start_logits,
+    read_start_preprocessing,
+)
+from neuclip_ds.models.source import ModelSource, resumed_source
 from neuclip_ds.models.trained_parts import Parameters
 from neuclip_ds.models.weights_hash import weights_hash
 from neuclip_ds.reporting.events import EventLog
@@ -263,6 +268,8 @@ def build_run(config: Config, communicator: Communicator, folder: Path, staged: 
     meta = None
     if resumed is not None:
         meta = communicator.on_rank_zero(partial(read_meta, resumed))
+        preprocessing = communicator.on_rank_zero(partial(read_start_preprocessing, resumed / MODEL))
+        source = resumed_source(source, preprocessing, resumed)
     folders = {**stored_folders(config.objective), **tower_folders(config.data)}
     # docs: build
     data = open_training_data(config, source, communicator, staged, resumed, meta, folders)
@@ -351,20 +358,23 @@ def start_encoders(
 ) -> tuple[Engine, LogitParameters, int]:
     """Build or load the encoders, write a description of them to `staged`, and start DeepSpeed's engine.
 
-    If the run resumes from the checkpoint `resumed`, the description keeps the checkpoint's hash of the weights that
-    the run started from. Returns the engine, the encoders' temperature and bias, and the number of parameters. Raises
-    `UserError` if the model cannot be loaded or does not support an option, if `staged` cannot be written, or if stored
-    outputs of frozen trunks do not fit the model.
+    If the run resumes from the checkpoint `resumed`, the description keeps the checkpoint's temperature, bias and hash
+    of the weights that the run started from, because that model may have been replaced since. Returns the engine, the
+    encoders' temperature and bias, and the number of parameters. Raises `UserError` if the model cannot be loaded or
+    does not support an option, if `staged` cannot be written, or if stored outputs of frozen trunks do not fit the
+    model.
     """
     torch.manual_seed(config.run.seed)  # the same weights on every rank
     model, logits = source.load(data.tokenizer)
+    if resumed is not None:
+        logits = communicator.value_from_rank_zero(LogitParameters, partial(read_start_logits, resumed / MODEL))
     check_trunk_outputs(data.tables, model, source.preprocessing, data.tokenizer)
     communicator.on_rank_zero(lambda: check_trunks(data.tables, model, source.preprocessing, data.tokenizer))
 
     def save() -> None:
         with explain_disk(staged / MODEL):
             if resumed is not None:
-                start_hash = read_start_hash(resumed / MODEL)  # the initial checkpoint may have been replaced since
+                start_hash = read_start_hash(resumed / MODEL)
             else:
                 start_hash = weights_hash(model) if config.model.pretrained else None
             source.save(staged / MODEL, logits, start_hash)
