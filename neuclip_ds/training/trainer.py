@@ -647,8 +647,7 @@ class Loop:
         self, hooks: Sequence[Hook], evaluator: Evaluator | None, average: WeightAverage | None
     ) -> dict[str, Hook]:
         """Start the given hooks, then the standard hooks, and return all of them by name."""
-        bad_samples = self._open_records()  # before hooks start, because they may write metrics and events
-        records = WriteRecords(bad_samples)
+        records = WriteRecords(self._read_bad_samples())
         saver = SaveCheckpoints()
         # docs: hooks
         standard: list[Hook] = [PrefetchShards(), WatchHealth(), ShowProgress(), records, saver]
@@ -664,6 +663,8 @@ class Loop:
             state = self._hook_states.get(name)
             if state is not None:
                 hook.load_state(state)
+        # after the states, because an error in a hook must not cost records; before the starts, which may write records
+        self._open_records()
         compiled_now = self.context.compilation
         if compiled_now != self._compiled_before:
             message = (
@@ -676,28 +677,33 @@ class Loop:
             self.resources.push(partial(self._close, hook))
         return named_hooks
 
-    def _open_records(self) -> BadSampleLog:
-        """Open the loop's records, which only rank 0 writes, and drop the records of steps after the current step.
-
-        Sets `metrics` until the loop ends, and returns the log of bad samples. Raises `UserError` on all ranks if a
-        file cannot be opened.
-        """
+    def _read_bad_samples(self) -> BadSampleLog:
+        """Return the log of bad samples; raise `UserError` on all ranks if an earlier launch's file is unreadable."""
         communicator = self.context.communicator
         max_bad_fraction = self.context.config.data.max_bad_fraction
-        writes = communicator.rank == 0
 
-        def open_files() -> tuple[BadSampleLog, MetricsLog | None]:
+        def read() -> BadSampleLog:
+            with explain_disk(self.folder):
+                return BadSampleLog(self.folder, max_bad_fraction, writes=communicator.rank == 0)
+
+        return communicator.on_every_rank(read)
+
+    def _open_records(self) -> None:
+        """Open the metrics and events, which only rank 0 writes, and drop those of steps after the current step.
+
+        Sets `metrics` until the loop ends. Raises `UserError` on all ranks if a file cannot be opened.
+        """
+        communicator = self.context.communicator
+
+        def open_files() -> MetricsLog | None:
             with explain_disk(self.folder):
                 self.events.resume(self.done)
-                bad_samples = BadSampleLog(self.folder, max_bad_fraction, writes=writes)
-                metrics = MetricsLog(self.folder, self.done or None) if writes else None
-                return bad_samples, metrics
+                return MetricsLog(self.folder, self.done or None) if communicator.rank == 0 else None
 
-        bad_samples, metrics = communicator.on_every_rank(open_files)
+        metrics = communicator.on_every_rank(open_files)
         if metrics is not None:
             self.metrics = self.resources.enter_context(metrics)
             self.resources.callback(self._forget_metrics)
-        return bad_samples
 
     def _forget_metrics(self) -> None:
         self.metrics = None
