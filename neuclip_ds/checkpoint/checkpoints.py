@@ -17,6 +17,7 @@ and dropout only on (seed, step, rank, micro-batch). Loading a checkpoint never 
 """
 
 import logging
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -103,14 +104,18 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step_{step:09d}"
 
 
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """List the complete checkpoints in a run's `checkpoints` folder, unsorted; sort the paths to order them by step."""
-    return [path for path in folder.glob("step_*") if is_complete(path)]
-
-
 def all_checkpoints(folder: Path) -> list[Path]:
-    """List all checkpoints in a run's `checkpoints` folder, intact or damaged, newest first."""
-    return sorted(folder.glob("step_*"), reverse=True)
+    """List all checkpoints in a run's `checkpoints` folder, intact or damaged, newest first.
+
+    Other folders in it, such as `step_000000100_backup`, belong to the user.
+    """
+    checkpoints = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    return sorted(checkpoints, reverse=True)
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """List the complete checkpoints in a run's `checkpoints` folder, newest first."""
+    return [path for path in all_checkpoints(folder) if is_complete(path)]
 
 
 def set_aside(path: Path) -> None:
@@ -195,8 +200,8 @@ class Checkpoints:
         """Save and verify the state after `step` steps, and return the checkpoint's folder.
 
         If more than `keep` checkpoints then exist, the oldest are deleted, except the best one and one that is being
-        copied (`protect`). `data` is stored in meta.json: the record of the training data, the states of the hooks, and
-        the compiled parts of the towers.
+        copied (`protect`). `data` is stored in meta.json: the record of the training data, the states of the hooks, the
+        compiled parts of the towers, and the length of the warm-up.
 
         Raises `SaveFailed` on all ranks if the disk has too little space or any rank fails to write its files; the
         partial checkpoint is then removed.

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from neuclip_ds.checkpoint.checkpoints import read_best, step_folder, verify_together
+from neuclip_ds.checkpoint.checkpoints import all_checkpoints, read_best, step_folder, verify_together
 from neuclip_ds.checkpoint.integrity import META, is_complete
 from neuclip_ds.checkpoint.sharded_state import OBJECTIVE, STATE, StateFiles
 from neuclip_ds.config import CLIP_BPE, TOKENIZER, Config, LoraConfig, ModelConfig
@@ -119,7 +119,7 @@ def find_checkpoint(path: Path) -> Path:
     """
     checkpoint: Path | None = path
     if not is_complete(path):
-        checkpoint = max((path / "checkpoints").glob("step_*"), default=None)
+        checkpoint = next(iter(all_checkpoints(path / "checkpoints")), None)
     if checkpoint is None:
         raise UserError(
             f"{path} is neither a run with a checkpoint nor a checkpoint. Pass the folder of a run that has saved a "

@@ -332,6 +332,10 @@ class Engine:
         state = {kind: scalar.to(counter_device) for kind, scalar in scalars.items()}
         optimizer.state[master] = {**state, **tensors}
 
+    def clear_optimizer_state(self) -> None:
+        """Drop the optimizer's state of all master weights, of which a new engine has none either."""
+        self._deepspeed.basic_optimizer.state.clear()
+
     @contextmanager
     def changing_master_weights(self) -> Iterator[None]:
         """Allow the `with` block to change master weights, and copy them to the towers' weights at the end.

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from neuclip_ds.config import TOKENIZER, LoraConfig, ModelConfig, without_replaced
+from neuclip_ds.config import TOKENIZER, Channels, LoraConfig, ModelConfig, without_replaced
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.errors import UserError
 from neuclip_ds.models.build import build_dual_encoder
 from neuclip_ds.models.image_models import ImageWeights, locate_image_weights
 from neuclip_ds.models.pretrained.base import (
@@ -83,7 +85,7 @@ class FromConfig(ModelSource):
 
     def build(self, tokenizer: ModelTokenizer, weights: bool = False) -> DualEncoder:
         image_weights = None
-        if weights and self._image is not None:
+        if weights and self._image is not None and self._image.path:
             image_weights = read_tensors(Path(self._image.path))
         if self._text is not None:
             text = self._text.build(self.config.embed_dim, weights)
@@ -93,6 +95,12 @@ class FromConfig(ModelSource):
 
     def load(self, tokenizer: ModelTokenizer) -> LoadedModel:
         return LoadedModel(self.build(tokenizer, weights=True), INITIAL_LOGITS)
+
+    def with_statistics(self, mean: Channels, std: Channels, squash: bool) -> FromConfig:
+        """Return a source that differs only in the preprocessing, with the fields of `Preprocessing`."""
+        path = "" if self._image is None else self._image.path
+        image = ImageWeights(path=path, mean=mean, std=std, squash=squash)
+        return FromConfig(self.config, image, self._text, self._tokenizer)
 
     def save_files(self, folder: Path) -> None:
         if self._text is not None:
@@ -194,6 +202,38 @@ def merged(
     merge_adapters(model)
     config_without_adapters = source.config.model_copy(update={"lora": LoraConfig()})
     return source.with_config(config_without_adapters), model.state_dict()
+
+
+def resumed_source(source: ModelSource, preprocessing: Mapping[str, Any], checkpoint: Path) -> ModelSource:
+    """Return the source of a resumed run's model, with the preprocessing that its checkpoint recorded.
+
+    A resumed run need not name its pretrained image weights again, but its images must be normalized as before.
+
+    Args:
+        source: the source that the config names.
+        preprocessing: the result of `read_start_preprocessing`.
+        checkpoint: the checkpoint, for messages.
+
+    Raises:
+        UserError: the source is another pretrained model, whose preprocessing differs.
+    """
+    current = asdict(source.preprocessing)
+    for name, saved_value in preprocessing.items():
+        value = list(current[name]) if isinstance(saved_value, list) else current[name]
+        if value == saved_value:
+            continue
+        if isinstance(source, FromConfig) and name in ("mean", "std", "squash"):
+            mean = tuple(preprocessing["mean"])
+            std = tuple(preprocessing["std"])
+            return source.with_statistics(mean, std, preprocessing["squash"])
+        fix = "set model.pretrained to the model from which the run started"
+        if name == "size":
+            fix = f"set model.vision.image_size={saved_value}"
+        raise UserError(
+            f"The checkpoint {checkpoint} was written with a model whose preprocessing has {name}={saved_value}, but "
+            f"that of {source.name} has {name}={value}: {fix}, or give the run a different name (run.name)."
+        )
+    return source
 
 
 def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, LogitParameters]:

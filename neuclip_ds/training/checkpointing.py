@@ -18,8 +18,8 @@ class SaveCheckpoints(Hook):
     """Saves a checkpoint every `run.checkpoint_every` steps, after the last step, and before a requested stop.
 
     If the step at which a checkpoint is due is skipped, the checkpoint is saved after the next step that is applied. If
-    a save fails, training continues until the next save. Three consecutive failures, or a failure of the last save, end
-    the run with a `UserError`.
+    a save fails, training continues until a later step saves again. Three consecutive failures, or a failure of the
+    last save, end the run with a `UserError`.
     """
 
     def __init__(self) -> None:
@@ -37,9 +37,12 @@ class SaveCheckpoints(Hook):
     def save(self, loop: Loop, is_last: bool = False) -> None:
         """Save a checkpoint now; if that fails, record an event and let training continue.
 
-        Raises `UserError` instead if the save that failed is the last one or the third in a row, and `TrainingDiverged`
-        if replicated state differs between ranks.
+        After a failure, further calls in the same step do nothing: evaluations also save, and a step in which the disk
+        is full must count as one failure. Raises `UserError` instead if the save that failed is the last one or the
+        third in a row, and `TrainingDiverged` if replicated state differs between ranks.
         """
+        if self._failures and self._last_attempt == loop.done:
+            return
         loop.events.merge(loop.context.communicator.gather_objects)
         self._last_attempt = loop.done
         try:

@@ -75,7 +75,9 @@ def without_batch_norm_updates(engine: Engine) -> Iterator[None]:
 
 
 def load_recovered_state(checkpoint: Path, context: RunContext, loss: ContrastiveLoss) -> None:
-    """Load the recovered state selected by `recovery.restore` into a new engine and loss.
+    """Load the recovered state selected by `recovery.restore` into an engine and a new loss.
+
+    The engine may be new, or have run the recovery loop, whose optimizer state it then loses unless it is restored.
 
     Raises `UserError` if moments are loaded and the recovery had a different model, different weights or a different
     optimizer, or if u is loaded and the recovery had different data, a different temperature or reference model, or a
@@ -87,6 +89,7 @@ def load_recovered_state(checkpoint: Path, context: RunContext, loss: Contrastiv
     method = meta["facts"]["method"]
     restored: list[str] = []
 
+    context.engine.clear_optimizer_state()
     if "moments" in restore:
         recovered_optimizer = meta["facts"]["optimizer"]
         if recovered_optimizer != optimizer:

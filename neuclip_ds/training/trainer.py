@@ -53,8 +53,13 @@ from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
 from neuclip_ds.losses.methods import find_method
 from neuclip_ds.losses.stored_features import stored_folders
 from neuclip_ds.models.compilation import Compilation, compile_towers, resolve_compilation
-from neuclip_ds.models.pretrained.base import LogitParameters, read_start_hash
-from neuclip_ds.models.source import ModelSource
+from neuclip_ds.models.pretrained.base import (
+    LogitParameters,
+    read_start_hash,
+    read_start_logits,
+    read_start_preprocessing,
+)
+from neuclip_ds.models.source import ModelSource, resumed_source
 from neuclip_ds.models.trained_parts import Parameters
 from neuclip_ds.models.weights_hash import weights_hash
 from neuclip_ds.reporting.events import EventLog
@@ -94,7 +99,7 @@ from neuclip_ds.training.run_folder import (
     write_complete,
 )
 from neuclip_ds.training.run_lock import locked
-from neuclip_ds.training.schedule import is_partial_batch, learning_rate, run_length
+from neuclip_ds.training.schedule import fitted_warmup, is_partial_batch, learning_rate, resumed_warmup, run_length
 from neuclip_ds.training.step import StepOutcome, train_step
 from neuclip_ds.training.stored_trunks import check_trunk_outputs, check_trunks
 
@@ -263,6 +268,8 @@ def build_run(config: Config, communicator: Communicator, folder: Path, staged: 
     meta = None
     if resumed is not None:
         meta = communicator.on_rank_zero(partial(read_meta, resumed))
+        preprocessing = communicator.on_rank_zero(partial(read_start_preprocessing, resumed / MODEL))
+        source = resumed_source(source, preprocessing, resumed)
     folders = {**stored_folders(config.objective), **tower_folders(config.data)}
     # docs: build
     data = open_training_data(config, source, communicator, staged, resumed, meta, folders)
@@ -351,20 +358,23 @@ def start_encoders(
 ) -> tuple[Engine, LogitParameters, int]:
     """Build or load the encoders, write a description of them to `staged`, and start DeepSpeed's engine.
 
-    If the run resumes from the checkpoint `resumed`, the description keeps the checkpoint's hash of the weights that
-    the run started from. Returns the engine, the encoders' temperature and bias, and the number of parameters. Raises
-    `UserError` if the model cannot be loaded or does not support an option, if `staged` cannot be written, or if stored
-    outputs of frozen trunks do not fit the model.
+    If the run resumes from the checkpoint `resumed`, the description keeps the checkpoint's temperature, bias and hash
+    of the weights that the run started from, because that model may have been replaced since. Returns the engine, the
+    encoders' temperature and bias, and the number of parameters. Raises `UserError` if the model cannot be loaded or
+    does not support an option, if `staged` cannot be written, or if stored outputs of frozen trunks do not fit the
+    model.
     """
     torch.manual_seed(config.run.seed)  # the same weights on every rank
     model, logits = source.load(data.tokenizer)
+    if resumed is not None:
+        logits = communicator.value_from_rank_zero(LogitParameters, partial(read_start_logits, resumed / MODEL))
     check_trunk_outputs(data.tables, model, source.preprocessing, data.tokenizer)
     communicator.on_rank_zero(lambda: check_trunks(data.tables, model, source.preprocessing, data.tokenizer))
 
     def save() -> None:
         with explain_disk(staged / MODEL):
             if resumed is not None:
-                start_hash = read_start_hash(resumed / MODEL)  # the initial checkpoint may have been replaced since
+                start_hash = read_start_hash(resumed / MODEL)
             else:
                 start_hash = weights_hash(model) if config.model.pretrained else None
             source.save(staged / MODEL, logits, start_hash)
@@ -481,6 +491,7 @@ class Loop:
 
         self._config = config
         self._epoch_offset = epoch_offset
+        self._warmup = fitted_warmup(config.optimizer.warmup_steps, self.total)  # number of steps
         micro_batch = config.micro_batch(communicator.world_size)
         self._pack = None if TEXT in context.data.tables else context.engine.pack
         self._batches = DeviceBatches(communicator.device, micro_batch, self._pack)
@@ -505,6 +516,14 @@ class Loop:
         if not self.context.config.ema.decay:
             discard_average(self.context.engine)
         self.saved = self.done
+        fitted = fitted_warmup(self._config.optimizer.warmup_steps, self.total)
+        self._warmup = resumed_warmup(metadata.get("warmup"), self.done, fitted)
+        if self._warmup != fitted:
+            log.info(
+                "the run keeps its completed warm-up of %s; optimizer.warmup_steps=%d has no effect",
+                counted(self._warmup, "step"),
+                self._config.optimizer.warmup_steps,
+            )
         self._hook_states = metadata.get("hooks", {})
         self._compiled_before = metadata.get("compilation", self.context.compilation)
 
@@ -536,7 +555,12 @@ class Loop:
             has_state = type(hook).state is not Hook.state
             if has_state:  # also an empty one, so that a rollback clears what the hook has collected since
                 hook_states[name] = hook.state(self)
-        data = {**self.context.data.record(), "hooks": hook_states, "compilation": self.context.compilation}
+        data = {
+            **self.context.data.record(),
+            "hooks": hook_states,
+            "compilation": self.context.compilation,
+            "warmup": self._warmup,
+        }
         self.checkpoints.save(self.done, engine, self.loss.function, self.fingerprint, data)
         self.saved = self.done
 
@@ -623,8 +647,7 @@ class Loop:
         self, hooks: Sequence[Hook], evaluator: Evaluator | None, average: WeightAverage | None
     ) -> dict[str, Hook]:
         """Start the given hooks, then the standard hooks, and return all of them by name."""
-        bad_samples = self._open_records()  # before hooks start, because they may write metrics and events
-        records = WriteRecords(bad_samples)
+        records = WriteRecords(self._read_bad_samples())
         saver = SaveCheckpoints()
         # docs: hooks
         standard: list[Hook] = [PrefetchShards(), WatchHealth(), ShowProgress(), records, saver]
@@ -640,6 +663,8 @@ class Loop:
             state = self._hook_states.get(name)
             if state is not None:
                 hook.load_state(state)
+        # after the states, because an error in a hook must not cost records; before the starts, which may write records
+        self._open_records()
         compiled_now = self.context.compilation
         if compiled_now != self._compiled_before:
             message = (
@@ -652,28 +677,33 @@ class Loop:
             self.resources.push(partial(self._close, hook))
         return named_hooks
 
-    def _open_records(self) -> BadSampleLog:
-        """Open the loop's records, which only rank 0 writes, and drop the records of steps after the current step.
-
-        Sets `metrics` until the loop ends, and returns the log of bad samples. Raises `UserError` on all ranks if a
-        file cannot be opened.
-        """
+    def _read_bad_samples(self) -> BadSampleLog:
+        """Return the log of bad samples; raise `UserError` on all ranks if an earlier launch's file is unreadable."""
         communicator = self.context.communicator
         max_bad_fraction = self.context.config.data.max_bad_fraction
-        writes = communicator.rank == 0
 
-        def open_files() -> tuple[BadSampleLog, MetricsLog | None]:
+        def read() -> BadSampleLog:
+            with explain_disk(self.folder):
+                return BadSampleLog(self.folder, max_bad_fraction, writes=communicator.rank == 0)
+
+        return communicator.on_every_rank(read)
+
+    def _open_records(self) -> None:
+        """Open the metrics and events, which only rank 0 writes, and drop those of steps after the current step.
+
+        Sets `metrics` until the loop ends. Raises `UserError` on all ranks if a file cannot be opened.
+        """
+        communicator = self.context.communicator
+
+        def open_files() -> MetricsLog | None:
             with explain_disk(self.folder):
                 self.events.resume(self.done)
-                bad_samples = BadSampleLog(self.folder, max_bad_fraction, writes=writes)
-                metrics = MetricsLog(self.folder, self.done or None) if writes else None
-                return bad_samples, metrics
+                return MetricsLog(self.folder, self.done or None) if communicator.rank == 0 else None
 
-        bad_samples, metrics = communicator.on_every_rank(open_files)
+        metrics = communicator.on_every_rank(open_files)
         if metrics is not None:
             self.metrics = self.resources.enter_context(metrics)
             self.resources.callback(self._forget_metrics)
-        return bad_samples
 
     def _forget_metrics(self) -> None:
         self.metrics = None
@@ -718,7 +748,7 @@ class Loop:
             step=self.done,
             epoch=self._epoch_offset + self.done // self.order.steps_per_epoch,
             progress=self.done / self.total,
-            lr=learning_rate(self.done, self.total, self._config.optimizer),
+            lr=learning_rate(self.done, self.total, self._config.optimizer, self._warmup),
             peak_lr=self.context.config.optimizer.lr,
         )
 

@@ -12,11 +12,14 @@ from small_runs import train
 from tars import write_pairs
 
 from neuclip_ds.checkpoint.checkpoints import Best, read_best, step_folder
+from neuclip_ds.checkpoint.integrity import SaveFailed
 from neuclip_ds.checkpoint.saved_model import find_best_checkpoint
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.recipe import parse
+from neuclip_ds.reporting.events import EventLog, read_events
 from neuclip_ds.reporting.metrics import read_metrics
+from neuclip_ds.training.checkpointing import SaveCheckpoints
 from neuclip_ds.training.hooks.evaluation import EvaluateModel
 
 METRIC = "image_to_text_recall@1"
@@ -79,3 +82,30 @@ def test_an_unknown_metric_is_refused_before_the_first_step() -> None:
 
     with pytest.raises(UserError, match=rf"run\.best_metric=recall is not a metric .*{METRIC}"):
         EvaluateModel(evaluator, saver, average=None).start(loop)
+
+
+def test_saves_that_fail_in_one_step_count_once(tmp_path: Path) -> None:
+    """Without disk space, a step that evaluates would otherwise try to save, and fail, three times."""
+    config = parse(["demo", "--run.checkpoint_every=1", "--run.evaluate_every=1", f"--run.best_metric={METRIC}"]).config
+    context = SimpleNamespace(config=config, engine=None, communicator=Communicator())
+    loop: Any = SimpleNamespace(
+        context=context, loss=None, folder=tmp_path, metrics=None, done=0, saved=0, total=9, stop_requested=False
+    )
+    (tmp_path / "metrics.jsonl").touch()
+    loop.checkpoints = keeper(tmp_path)
+    loop.events = EventLog(tmp_path, 0)
+    loop.save = MagicMock(side_effect=SaveFailed("The disk is full."))
+    saver = SaveCheckpoints()
+    saver.start(loop)
+    evaluate = EvaluateModel(MagicMock(return_value={METRIC: 0.5}), saver, average=None)  # type: ignore[arg-type]
+    result: Any = SimpleNamespace(applied=True)
+
+    for step in (1, 2):
+        loop.done = step
+        for hook in (saver, evaluate):
+            hook.after_step(loop, result)
+    assert loop.save.call_count == 2
+    assert [(event.step, event.kind) for event in read_events(tmp_path)] == [(1, "save_failed"), (2, "save_failed")]
+    loop.done = 3
+    with pytest.raises(UserError, match=r"3 saves in a row have failed"):
+        saver.after_step(loop, result)

@@ -1,11 +1,14 @@
 """Checkpoints restore what was saved, are refused by a different run, and cannot execute code."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from small_checkpoints import DATA, FACTS, PlainEngine, fresh, keeper, trained
 
+from neuclip_ds.checkpoint.checkpoints import complete_checkpoints
+from neuclip_ds.checkpoint.saved_model import find_checkpoint
 from neuclip_ds.errors import UserError
 
 
@@ -66,3 +69,16 @@ def test_buffers_are_restored_and_a_missing_buffer_is_an_error(tmp_path: Path) -
 def test_no_file_of_a_checkpoint_can_run_code(tmp_path: Path) -> None:
     path = keeper(tmp_path).save(1, PlainEngine(), trained(), FACTS, DATA)
     assert {file.suffix for file in path.rglob("*") if file.is_file()} == {".json", ".yaml", ".safetensors"}
+
+
+def test_a_users_copy_of_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
+    checkpoints = keeper(tmp_path, keep=1)
+    first = checkpoints.save(1, PlainEngine(1.0), trained(), FACTS, DATA)
+    copies = [first.with_name(name) for name in ("step_000000001_copy", "step_000000009.old", "step_old")]
+    for copy in copies:
+        shutil.copytree(first, copy)
+    checkpoints.set_aside_beyond(1)
+    second = checkpoints.save(2, PlainEngine(2.0), trained(), FACTS, DATA)
+    assert sorted(path.name for path in second.parent.iterdir()) == sorted(path.name for path in [*copies, second])
+    assert checkpoints.newest() == find_checkpoint(tmp_path) == second
+    assert complete_checkpoints(second.parent) == [second]

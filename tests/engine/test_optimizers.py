@@ -162,3 +162,46 @@ def test_zero_stages_step_as_plain_pytorch(cases: list[Case]) -> None:
             tolerance = 1e-5 if engine.endswith("fp32") else 0.03
             for value, wanted in zip(weights, plain(name), strict=True):
                 torch.testing.assert_close(value, wanted, rtol=0, atol=tolerance, msg=f"{name} {engine}")
+
+
+def after_clearing(communicator: Communicator, cases: list[Case]) -> dict[Case, list[list[Tensor]]]:
+    """Return the weights after two steps of a new engine, and of an engine whose first step and state are discarded."""
+    share = ROWS // communicator.world_size
+    rows = slice(communicator.rank * share, (communicator.rank + 1) * share)
+    results: dict[Case, list[list[Tensor]]] = {}
+    for name, engine_name in cases:
+        config = config_of(name)
+        if engine_name.startswith("lean_"):
+            config = config.model_copy(update={"lean_zero1": True})
+        results[name, engine_name] = []
+        for is_new in (True, False):
+            torch.manual_seed(0)
+            net = module()
+            engine = small_engine(net, config, engine_name.removeprefix("lean_"), ROWS, communicator)
+            if not is_new:
+                engine.backward(loss_of(engine, tokens(2)[rows].to(communicator.device)))
+                engine.step(0.0)  # the moments change, but not the weights
+                assert engine.optimizer_state
+                engine.clear_optimizer_state()
+            for step in range(2):
+                engine.backward(loss_of(engine, tokens(step)[rows].to(communicator.device)))
+                engine.step(learning_rate(step))
+            results[name, engine_name].append([weight.float() for weight in gathered_weights(net).values()])
+    return results
+
+
+CLEARED: list[Case] = [
+    ("lamb", "zero0_fp32"),
+    ("adamw", "zero0_bf16"),
+    ("sgd", "zero1_fp32"),
+    ("adamw", "lean_zero1_bf16"),
+    ("adamw", "zero2_bf16_offload"),
+    ("lamb", "zero3_fp32"),
+    ("lion", "zero3_bf16_offload"),
+]
+
+
+def test_without_its_optimizer_state_an_engine_steps_as_a_new_one() -> None:
+    for results in run_ranks(2, after_clearing, CLEARED):
+        for case, (new, cleared) in results.items():
+            assert all(torch.equal(*pair) for pair in zip(new, cleared, strict=True)), case

@@ -117,6 +117,15 @@ def test_hooks_see_every_step_keep_separate_states_and_log_in_a_new_and_a_resume
     assert saved_states["Forgetful"] == {}, "so that it is restored after a rollback"
     assert [saved_states[name] for name in names] == [{"total": 2}, {"total": 20}, {"total": 200}]
 
+    # a hook that cannot load its state costs no records, not even those of steps after the checkpoint
+    metrics_file = tmp_path / "run" / "metrics.jsonl"
+    with metrics_file.open("a") as file:
+        file.write('{"step": 3, "loss": 1.0}\n')
+    metrics_before = metrics_file.read_text()
+    with pytest.raises(KeyError, match="total"):
+        run(shards, tmp_path, type("Forgetful", (Total,), {})(1))
+    assert metrics_file.read_text() == metrics_before
+
     recording = Recording()
     totals = [Total(1), Total(10), Total(100)]
     run(shards, tmp_path, recording, LogStart(), *totals)

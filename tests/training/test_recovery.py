@@ -69,6 +69,12 @@ def stands_still(engine: str, ranks: int, shards: str, tmp_path: Path) -> None:
     assert any(not torch.equal(trained[name], before[name]) for name in before)
 
 
+def test_training_starts_without_the_moments_that_restore_omits(shards: str, tmp_path: Path) -> None:
+    run(tmp_path, shards, 1, "--recovery.epochs=1", "--recovery.restore=[]")
+    assert counts(recovered(tmp_path)) == {4.0}
+    assert counts(newest_checkpoint(tmp_path)) == {1.0}
+
+
 @pytest.mark.slow
 def test_restore_chooses_the_state_that_training_starts_from(shards: str, tmp_path: Path) -> None:
     def after(name: str, *options: str) -> Path:
@@ -85,6 +91,8 @@ def test_restore_chooses_the_state_that_training_starts_from(shards: str, tmp_pa
     only_u = after("u", f"--recovery.reuse={tmp_path}/both/run", '--recovery.restore=["statistics"]')
     assert counts(only_u) == {1.0}
     assert torch.isfinite(log_u(only_u)).all()
+    own_u = after("own_u", '--recovery.restore=["statistics"]')
+    assert all(torch.equal(weights(own_u)[name], value) for name, value in weights(only_u).items())
     only_moments = after("moments", f"--recovery.reuse={tmp_path}/both/run", '--recovery.restore=["moments"]')
     assert counts(only_moments) == {9.0}
     assert torch.isneginf(log_u(only_moments)).any()

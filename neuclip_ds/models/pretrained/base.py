@@ -193,6 +193,19 @@ def read_start_hash(folder: Path) -> str | None:
     return start_hash
 
 
+def read_start_logits(folder: Path) -> LogitParameters:
+    """Return the initial logit parameters that `ModelSource.save` wrote; raise `UserError` as in `read_json`."""
+    return LogitParameters(**read_json(folder / START_FILE)["logits"])
+
+
+def read_start_preprocessing(folder: Path) -> dict[str, Any]:
+    """Return the fields of the preprocessing that `ModelSource.save` wrote; raise `UserError` as in `read_json`.
+
+    Runs of earlier versions may lack some fields.
+    """
+    return dict(read_json(folder / START_FILE).get("preprocessing", {}))
+
+
 def read_logit_parameters(weights: Mapping[str, Tensor]) -> LogitParameters:
     """Read the temperature (exp(-logit_scale)) and the bias from a checkpoint's tensors; each is None if absent."""
     scale = weights.get("logit_scale")

@@ -4,7 +4,7 @@ import json
 import math
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from miniatures import (
     SAVERS,
     clip_tokenizer,
     images,
+    save_clip,
     save_open_clip,
     siglip_tokenizer,
     small,
@@ -34,10 +35,10 @@ from transformers import XLMRobertaConfig, XLMRobertaModel
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.bpe import train_bpe
-from neuclip_ds.models.pretrained.base import LogitParameters, Preprocessing
+from neuclip_ds.models.pretrained.base import LogitParameters, Preprocessing, read_start_preprocessing
 from neuclip_ds.models.pretrained.locate import locate, open_checkpoint
 from neuclip_ds.models.recompute import checkpoint_activations
-from neuclip_ds.models.source import FromConfig, locate_model, model_source, open_saved
+from neuclip_ds.models.source import FromConfig, locate_model, model_source, open_saved, resumed_source
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 from neuclip_ds.models.trained_parts import TOWERS, Parameters
 
@@ -299,6 +300,35 @@ def test_a_run_reopens_without_the_weights(tmp_path: Path) -> None:
     again, _ = open_saved(config, tmp_path / "run")
     assert again.preprocessing == source.preprocessing
     again.build(bpe()).load_state_dict(model.state_dict())
+
+
+def test_a_resumed_run_keeps_the_preprocessing_of_its_checkpoint(tmp_path: Path) -> None:
+    saved_timm(tmp_path / "weights.safetensors")
+    config = config_of(tmp_path / "weights.safetensors")
+    source = source_of(config)
+    _, logits = source.load(source.tokenizer(bpe))
+    source.save(tmp_path / "run", logits)
+    preprocessing = read_start_preprocessing(tmp_path / "run")
+    assert resumed_source(source, preprocessing, tmp_path) is source
+
+    without_weights = source_of(config_of(""))
+    assert without_weights.preprocessing.mean != source.preprocessing.mean
+    resumed = resumed_source(without_weights, preprocessing, tmp_path)
+    assert resumed.preprocessing == source.preprocessing
+    normalized = [one.build(bpe()).vision.normalize(images(160)) for one in (source, resumed)]
+    assert torch.equal(*normalized)
+    resumed.load(resumed.tokenizer(bpe))  # without weights, with random ones
+
+    save_clip(tmp_path / "clip")
+    clip_config = ModelConfig(pretrained=str(tmp_path / "clip"))
+    clip = model_source(clip_config, locate_model(clip_config))
+    of_clip = {**asdict(clip.preprocessing), "mean": list(clip.preprocessing.mean)}
+    del of_clip["std"], of_clip["interpolation"]  # as if an earlier version had not recorded them
+    assert resumed_source(clip, of_clip, tmp_path) is clip
+    with pytest.raises(UserError, match=r"mean=\[0\.1, 0\.2, 0\.3\], but .* set model\.pretrained to the model from"):
+        resumed_source(clip, {**of_clip, "mean": [0.1, 0.2, 0.3]}, tmp_path)
+    with pytest.raises(UserError, match=r"size=64, but .* set model\.vision\.image_size=64, or give the run"):
+        resumed_source(clip, {**of_clip, "size": 64}, tmp_path)
 
 
 def refusal(config: ModelConfig) -> str:
