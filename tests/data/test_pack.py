@@ -497,6 +497,20 @@ def test_a_folder_of_images_and_texts(tmp_path: Path) -> None:
     assert open_table(str(source)).rows == 1, "a table comes first"
 
 
+def test_names_of_images_need_not_be_utf_8(tmp_path: Path) -> None:
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    name = os.fsdecode(b"caf\xe9.jpg")
+    (folder / name).write_bytes(jpeg(0))
+    (folder / name).with_suffix(".txt").write_text("a cafe")
+    (folder / os.fsdecode(b"\xe9.jpg")).write_bytes(jpeg(1))
+    assert run(folder, tmp_path / "out").pairs == 1
+    (sample,) = samples_of(tmp_path / "out")
+    assert (sample["jpg"], sample["txt"]) == (jpeg(0), b"a cafe")
+    broken = json.loads((tmp_path / "out/broken.jsonl").read_text())
+    assert (broken["image"], broken["reason"]) == (os.fsdecode(b"\xe9.jpg"), "no caption")
+
+
 @pytest.mark.parametrize("delimiter", ["\t", ";", ","])
 def test_the_delimiter_of_a_csv_is_found(tmp_path: Path, delimiter: str) -> None:
     """open_clip's tables end in .csv and are separated by tabs."""
