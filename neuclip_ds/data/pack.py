@@ -47,7 +47,7 @@ from neuclip_ds.errors import UserError, redact
 from neuclip_ds.files import new_folder
 
 _MAGIC = {"jpg": re.compile(rb"\xff\xd8"), "png": re.compile(rb"\x89PNG"), "webp": re.compile(rb"RIFF....WEBP", re.S)}
-_MEMBER = re.compile(rf"([^.:/]+\.)*{TEXT}")
+_MEMBER = re.compile(rf"(?!_)([^.:/]+\.)*{TEXT}")  # webdataset does not write members that begin with _
 _GROUPS_AT_ONCE = 256  # groups of rows that are encoded at once; few, because they may contain images
 PAUSES = (1.0, 2.0, 4.0, 8.0, 15.0)  # seconds between the attempts to fetch an image while its storage fails
 _MAX_CHARACTERS = 200  # maximum length of a name or reason in broken.jsonl; a cell may contain an image
@@ -76,8 +76,9 @@ class Packed:
 def choose_columns(table: PairTable, image: str | None = None, captions: Sequence[str] = ()) -> Columns:
     """Return the columns to pack; by default, the first image and caption columns with recognized names.
 
-    Each of `captions` is MEMBER=COLUMN, or COLUMN for the member txt. Raises UserError if a column does not exist, if
-    no column has a recognized name, if a member is not txt or PREFIX.txt, or if two columns have the same member.
+    Each of `captions` is MEMBER=COLUMN, or COLUMN for the member txt. Members become lowercase, as readers expect.
+    Raises UserError if a column does not exist, if no column has a recognized name, if a member is not txt or
+    PREFIX.txt, or if two columns have the same member.
     """
     image = image or table.find_column(IMAGE_COLUMNS, "image", "pass the name of the column with --image")
     captions = captions or [
@@ -86,7 +87,7 @@ def choose_columns(table: PairTable, image: str | None = None, captions: Sequenc
     by_member = {}
     for text in captions:
         member, _, column = text.rpartition("=")
-        by_member[member or TEXT] = column
+        by_member[member.lower() or TEXT] = column
     for column in (image, *by_member.values()):
         if column not in table.columns:
             known = ", ".join(table.columns)
@@ -94,7 +95,7 @@ def choose_columns(table: PairTable, image: str | None = None, captions: Sequenc
     if len(by_member) < len(captions) or not all(map(_MEMBER.fullmatch, by_member)):
         raise UserError(
             f"--captions {' '.join(captions)} is not valid: write MEMBER=COLUMN, with a different member for each "
-            "column: txt or PREFIX.txt, such as syn.txt."
+            "column: txt or PREFIX.txt, such as syn.txt, where PREFIX does not begin with an underscore."
         )
     return Columns(image, by_member)
 

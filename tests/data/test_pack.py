@@ -241,7 +241,18 @@ def test_unusable_tables_and_columns_are_refused(tmp_path: Path) -> None:
         table.find_column(["picture"], "image", "name it")
     with pytest.raises(UserError, match=r"has no column words; name one of its columns \(path, Caption, other\)"):
         choose_columns(table, captions=["words"])
-    for captions in (["Caption", "other"], ["json=Caption"], ["syn=Caption"]):
+    assert choose_columns(table, captions=["Caption", "SYN.txt=other"]).captions == {
+        "txt": "Caption",
+        "syn.txt": "other",
+    }
+    refused_captions = (
+        ["Caption", "other"],
+        ["json=Caption"],
+        ["syn=Caption"],
+        ["_syn.txt=Caption"],
+        ["syn.txt=Caption", "SYN.txt=other"],
+    )
+    for captions in refused_captions:
         with pytest.raises(UserError, match="with a different member"):
             choose_columns(table, captions=captions)
     (tmp_path / "b.parquet").write_bytes(b"no parquet")
