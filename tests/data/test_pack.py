@@ -463,8 +463,26 @@ def test_the_command_names_all_members_that_contain_captions(
     (tmp_path / "pairs.csv").write_text("image,a,b\n0.jpg,a dog,a cat\n0.jpg,a dog,a bird\n")
     captions = ["--captions", "txt=a", "syn.txt=b"]
     main(["pack", str(tmp_path / "pairs.csv"), str(tmp_path / "out"), *captions])
-    expected = "1 sample has several captions: train with --data.captions=txt:lines,syn.txt:lines."
+    expected = "1 sample has several captions: train with --data.captions=txt,syn.txt:lines."
     assert expected in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("several", ["rows", "list"])
+def test_captions_are_lines_in_members_with_several_captions(tmp_path: Path, several: str) -> None:
+    """Image 0 has one caption of two lines; image 1 has two captions in `txt`, and one in `b.txt`."""
+    for number in range(2):
+        (tmp_path / f"{number}.jpg").write_bytes(jpeg(number))
+    records: list[dict[str, Any]] = [{"image": "0.jpg", "a": "first\nline", "b": "first\nline"}]
+    if several == "rows":
+        records += [{"image": "1.jpg", "a": "dog", "b": "cat"}, {"image": "1.jpg", "a": "pup", "b": "cat"}]
+    else:
+        records.append({"image": "1.jpg", "a": ["dog", "pup"], "b": ["cat"]})
+    records.append({"image": "", "a": "none", "b": ["one", "two"]})
+    (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    packed = run(tmp_path / "pairs.jsonl", tmp_path / "out", captions=("a", "b.txt=b"))
+    assert (packed.several, packed.members_of_lines) == (1, {"txt"})
+    texts = [(sample["txt"], sample["b.txt"]) for sample in samples_of(tmp_path / "out")]
+    assert texts == [(b"first line", b"first\nline"), (b"dog\npup", b"cat")]
 
 
 def test_the_command_fails_if_the_storage_does(
