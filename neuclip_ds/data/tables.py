@@ -13,7 +13,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date, datetime
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -154,7 +154,6 @@ class _ArrowTable(PairTable):
 
 def _records(file: str) -> Iterator[Mapping[str, Any]]:
     """Yield the records of a JSON Lines file, skipping blank lines; raise UserError if the file cannot be read."""
-    number = 0
     with (
         explained(f"The table {file} cannot be read", _FIX),
         Path(file).open(encoding="utf-8-sig", newline="\n") as lines,
@@ -404,7 +403,7 @@ def captions_of(value: Any) -> list[str]:
     """
     if isinstance(value, list):
         return [" ".join(caption.split()) for cell in value for caption in captions_of(cell)]
-    if isinstance(value, int | float | date | datetime) and not isinstance(value, bool) and value == value:  # not NaN
+    if isinstance(value, int | float | date) and not isinstance(value, bool) and value == value:  # not NaN
         value = str(value)
     if isinstance(value, str) and value.strip():
         return [value.strip()]
