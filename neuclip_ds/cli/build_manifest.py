@@ -18,7 +18,7 @@ from concurrent.futures import Executor
 from contextlib import AbstractContextManager
 from typing import cast
 
-from neuclip_ds.cli.program import Parser, local_path, progress_bar
+from neuclip_ds.cli.program import Parser, local_path, positive_integer, progress_bar
 from neuclip_ds.data.build import write_manifest
 from neuclip_ds.data.children import process_pool
 from neuclip_ds.data.decoders import Captions
@@ -60,7 +60,9 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--uid-key", default="uid", help="key of the uid in a sample's JSON")
     parser.add_argument(
-        "--processes", type=int, help="worker processes (default: one per core); no effect under mpirun or srun"
+        "--processes",
+        type=positive_integer,
+        help="worker processes (default: one per core); no effect under mpirun or srun",
     )
     options = parser.parse(arguments)
     with _workers(options.processes) as executor:

@@ -14,7 +14,7 @@ from neuclip_ds.data.feature_table import FeatureTable, StoredFeatures
 from neuclip_ds.data.images import ImageTransform
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import hash64
-from neuclip_ds.data.readers import ChecksumError, RawSample, TarReader
+from neuclip_ds.data.readers import ChecksumError, RawSample, TarReader, TooLarge
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.data.stored_towers import IMAGE, TEXT, loss_tables, reads_captions, reads_images
 from neuclip_ds.errors import UserError
@@ -105,7 +105,11 @@ class SampleReader:
         except OSError as error:
             if fix := fix_of_limit(error):
                 raise UserError(f"Sample {index} cannot be read ({error}); {fix}.") from error
-            cause = "checksum differs" if isinstance(error, ChecksumError) else "read failed"
+            cause = "read failed"
+            if isinstance(error, ChecksumError):
+                cause = "checksum differs"
+            elif isinstance(error, TooLarge):
+                cause = "too large"
             return f"{cause}: {error}"
         if with_image and raw.image is None:
             return "no image"

@@ -5,9 +5,10 @@
     OUT/retry.jsonl     the rows whose images could not be fetched because the storage failed: a table to pack later
 
 Rows with the same image path or bytes become one sample, because separate samples would be negatives of each other. The
-sample's key and its other columns come from the first of these rows. The image column is read twice to find these rows.
-If the storage of an image fails, the request is repeated for 30 s. Once a host has failed for that long, each of its
-images is requested only once, until a request succeeds.
+sample's key and its other columns come from the first of these rows. The columns of images and captions are read twice:
+first to find these rows and the members that contain several captions, one per line. Every caption in such a member is
+a single line. If the storage of an image fails, the request is repeated for 30 s. Once a host has failed for that long,
+each of its images is requested only once, until a request succeeds.
 
 A sample's uid comes from the `uid` column or, if there is no such column, is a hash of the image and the captions. GIF
 and BMP images are converted to PNG, because shards cannot contain these formats. OUT is not created if packing fails.
@@ -20,6 +21,7 @@ import json
 import math
 import re
 import time
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,7 +49,7 @@ from neuclip_ds.errors import UserError, redact
 from neuclip_ds.files import new_folder
 
 _MAGIC = {"jpg": re.compile(rb"\xff\xd8"), "png": re.compile(rb"\x89PNG"), "webp": re.compile(rb"RIFF....WEBP", re.S)}
-_MEMBER = re.compile(rf"([^.:/]+\.)*{TEXT}")
+_MEMBER = re.compile(rf"(?!_)([^.:/]+\.)*{TEXT}")  # webdataset does not write members that begin with _
 _GROUPS_AT_ONCE = 256  # groups of rows that are encoded at once; few, because they may contain images
 PAUSES = (1.0, 2.0, 4.0, 8.0, 15.0)  # seconds between the attempts to fetch an image while its storage fails
 _MAX_CHARACTERS = 200  # maximum length of a name or reason in broken.jsonl; a cell may contain an image
@@ -70,14 +72,16 @@ class Packed:
     pairs: int  # samples; all rows with the same image count as one
     causes: Counter[str]  # number of broken rows by cause
     several: int  # samples with several captions in a text member, one per line
+    members_of_lines: Collection[str]  # the text members that contain one caption per line
     lost: int  # broken rows that retry.jsonl lists, because the storage of their images failed
 
 
 def choose_columns(table: PairTable, image: str | None = None, captions: Sequence[str] = ()) -> Columns:
     """Return the columns to pack; by default, the first image and caption columns with recognized names.
 
-    Each of `captions` is MEMBER=COLUMN, or COLUMN for the member txt. Raises UserError if a column does not exist, if
-    no column has a recognized name, if a member is not txt or PREFIX.txt, or if two columns have the same member.
+    Each of `captions` is MEMBER=COLUMN, or COLUMN for the member txt. Members become lowercase, as readers expect.
+    Raises UserError if a column does not exist, if no column has a recognized name, if a member is not txt or
+    PREFIX.txt, or if two columns have the same member.
     """
     image = image or table.find_column(IMAGE_COLUMNS, "image", "pass the name of the column with --image")
     captions = captions or [
@@ -86,7 +90,7 @@ def choose_columns(table: PairTable, image: str | None = None, captions: Sequenc
     by_member = {}
     for text in captions:
         member, _, column = text.rpartition("=")
-        by_member[member or TEXT] = column
+        by_member[member.lower() or TEXT] = column
     for column in (image, *by_member.values()):
         if column not in table.columns:
             known = ", ".join(table.columns)
@@ -94,7 +98,7 @@ def choose_columns(table: PairTable, image: str | None = None, captions: Sequenc
     if len(by_member) < len(captions) or not all(map(_MEMBER.fullmatch, by_member)):
         raise UserError(
             f"--captions {' '.join(captions)} is not valid: write MEMBER=COLUMN, with a different member for each "
-            "column: txt or PREFIX.txt, such as syn.txt."
+            "column: txt or PREFIX.txt, such as syn.txt, where PREFIX does not begin with an underscore."
         )
     return Columns(image, by_member)
 
@@ -119,7 +123,8 @@ def pack(
     for name in table.columns:
         if name not in names and name not in table.binary_columns:
             names.append(name)
-    groups = _group_rows(table, columns.image, names)
+    contents = _survey(table, columns)
+    groups = _group_rows(table, columns.image, names, contents.repeated)
 
     rows = 0
     pairs = 0
@@ -132,7 +137,7 @@ def pack(
         # a fixed time, so that equal tables give equal files
         with webdataset.ShardWriter(pattern, shard_size, math.inf, verbose=0, encoder=False, mtime=0) as shards:
             while batch := list(itertools.islice(groups, _GROUPS_AT_ONCE)):
-                captions = [_captions(columns, group.values()) for group in batch]
+                captions = [_captions(columns, contents.members_of_lines, group.values()) for group in batch]
                 encoded = threads.map(partial(_encode, columns, images), batch, captions)
                 for group, texts, sample in zip(batch, captions, encoded, strict=True):
                     first_row = min(group)
@@ -147,7 +152,7 @@ def pack(
                         several += any(len(lines) > 1 for lines in texts.values())
                         reasons = {}
                         for number, row in group.items():
-                            if not any(_captions(columns, [row]).values()):
+                            if not any(captions_of(row.cells[column]) for column in columns.captions.values()):
                                 reasons[number] = "no caption"
                     name = image if isinstance(image, str) else ""
                     broken += [_Broken(number, name, reason) for number, reason in reasons.items()]
@@ -167,7 +172,14 @@ def pack(
             retry.touch(mode=0o600)  # the secrets in the URLs are needed to fetch the images
             retry.write_text("".join(lost), encoding="utf-8")
     causes = Counter(entry.reason.partition(":")[0] for entry in broken)
-    return Packed(rows=rows, pairs=pairs, causes=causes, several=several, lost=len(lost))
+    return Packed(
+        rows=rows,
+        pairs=pairs,
+        causes=causes,
+        several=several,
+        members_of_lines=contents.members_of_lines,
+        lost=len(lost),
+    )
 
 
 class _Broken(NamedTuple):
@@ -213,20 +225,59 @@ class _ImageReader:
                 return data
 
 
-def _group_rows(table: PairTable, image: str, columns: Sequence[str]) -> Iterator[dict[int, Row]]:
-    """Group rows by image path or bytes; yield each group as {row number: row} after its last row has been read."""
+class _Contents(NamedTuple):
+    """What must be known about a table before its samples are written."""
 
-    def hash_of(row: Row) -> int:
-        source = source_of(row, image) or b""
-        data = source if isinstance(source, bytes) else source.encode("utf-8", "surrogatepass")
-        return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+    repeated: Mapping[int, int]  # number of rows by the hash of the image, for images of several rows
+    members_of_lines: frozenset[str]  # text members that contain several captions of an image, one per line
 
-    hashes, counts = np.unique(np.fromiter(map(hash_of, table.read([image])), np.uint64), return_counts=True)
+
+def _survey(table: PairTable, columns: Columns) -> _Contents:
+    """Read the columns of images and captions; this takes 8 bytes of memory per cell."""
+    image_hashes = array("Q")
+    caption_hashes = {member: array("Q") for member in columns.captions}  # 0 for rows without a caption or an image
+    members_of_lines: set[str] = set()
+    for row in table.read(list(dict.fromkeys([columns.image, *columns.captions.values()]))):
+        image_hashes.append(_hash_of_image(row, columns.image))
+        has_image = image_of(row.cells[columns.image]) is not None
+        for member, column in columns.captions.items():
+            captions = captions_of(row.cells[column]) if has_image else []
+            if len(captions) > 1:
+                members_of_lines.add(member)
+            caption_hashes[member].append(_hash_of(_as_line(captions[0])) if captions else 0)
+
+    images, counts = np.unique(np.array(image_hashes), return_counts=True)
     is_repeated = counts > 1
-    repeated = dict(zip(hashes[is_repeated].tolist(), counts[is_repeated].tolist(), strict=True))
+    repeated = dict(zip(images[is_repeated].tolist(), counts[is_repeated].tolist(), strict=True))
+    rows = np.flatnonzero(np.isin(np.array(image_hashes), images[is_repeated]))  # of images with several rows
+    for member, hashes in caption_hashes.items():
+        pairs = np.stack([np.array(image_hashes)[rows], np.array(hashes)[rows]], axis=1)
+        pairs = np.unique(pairs[pairs[:, 1] != 0], axis=0)  # each caption of an image once
+        if len(np.unique(pairs[:, 0])) < len(pairs):
+            members_of_lines.add(member)
+    return _Contents(repeated, frozenset(members_of_lines))
+
+
+def _hash_of(source: bytes | str) -> int:
+    data = source if isinstance(source, bytes) else source.encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def _hash_of_image(row: Row, image: str) -> int:
+    return _hash_of(source_of(row, image) or b"")
+
+
+def _as_line(caption: str) -> str:
+    return " ".join(caption.split())
+
+
+def _group_rows(
+    table: PairTable, image: str, columns: Sequence[str], repeated: Mapping[int, int]
+) -> Iterator[dict[int, Row]]:
+    """Group rows by image path or bytes; yield each group as {row number: row} after its last row has been read."""
     unfinished = defaultdict[int, dict[int, Row]](dict)
     for number, row in enumerate(table.read(columns)):
-        key = hash_of(row)
+        key = _hash_of_image(row, image)
         if image_of(row.cells[image]) is None or key not in repeated:
             yield {number: row}
             continue
@@ -236,19 +287,22 @@ def _group_rows(table: PairTable, image: str, columns: Sequence[str]) -> Iterato
             yield unfinished.pop(key)
 
 
-def _captions(columns: Columns, rows: Collection[Row]) -> dict[str, list[str]]:
+def _captions(columns: Columns, members_of_lines: Collection[str], rows: Collection[Row]) -> dict[str, list[str]]:
     """Return the captions of one image's rows, keyed by member.
 
-    If there are several rows, duplicate captions are omitted, and runs of whitespace become single spaces.
+    In `members_of_lines`, and if there are several rows, runs of whitespace become single spaces. If there are several
+    rows, duplicate captions are omitted.
     """
     by_member = {}
     for member, column in columns.captions.items():
         captions_of_rows = [captions_of(row.cells[column]) for row in rows]
         if len(captions_of_rows) == 1:
             by_member[member] = captions_of_rows[0]
+            if member in members_of_lines:
+                by_member[member] = [_as_line(caption) for caption in captions_of_rows[0]]
         else:
             captions = itertools.chain.from_iterable(captions_of_rows)
-            by_member[member] = list(dict.fromkeys(" ".join(caption.split()) for caption in captions))
+            by_member[member] = list(dict.fromkeys(map(_as_line, captions)))
     return by_member
 
 

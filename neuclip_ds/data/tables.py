@@ -13,7 +13,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date, datetime
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -109,24 +109,34 @@ class _JsonLines(PairTable):
 
 
 @dataclass(frozen=True, kw_only=True)
+class _FolderTable(PairTable):
+    """The images and texts of a folder; pyarrow is not used, because it refuses file names that are not UTF-8."""
+
+    folder: Path
+    cells: Sequence[dict[str, Any]]
+
+    def read(self, columns: Sequence[str]) -> Iterator[Row]:
+        for cells in self.cells:
+            yield Row(self.folder, {name: cells[name] for name in columns})
+
+
+@dataclass(frozen=True, kw_only=True)
 class _ArrowTable(PairTable):
-    """A table that pyarrow reads: CSV, TSV and Parquet files, and the pairs of a folder."""
+    """A table of CSV, TSV or Parquet files, which pyarrow reads."""
 
     data: pyarrow.dataset.Dataset
     delimiter: str | None  # of CSV and TSV files whose quotes are checked, otherwise None
     has_quotes_option: bool = False  # whether messages may suggest --quotes
-    folder: Path | None = None  # base folder of relative image paths; None for the folder of each row's file
 
     def read(self, columns: Sequence[str]) -> Iterator[Row]:
         read_columns = list(columns) if self.delimiter is None else None  # any column may contain a stray quote
         for fragment in self.data.get_fragments():
-            file = self.name if self.folder is not None else fragment.path
             fix = _FIX if self.delimiter is None else _fix_of_quotes(self.has_quotes_option)
-            with explained(f"The table {file} cannot be read", fix):
+            with explained(f"The table {fragment.path} cannot be read", fix):
                 batches = fragment.to_batches(
                     schema=self.data.schema, columns=read_columns, batch_size=_BATCH, fragment_readahead=1
                 )
-                folder = self.folder or Path(fragment.path).parent.absolute()
+                folder = Path(fragment.path).parent.absolute()
                 checks_quotes = self.delimiter is not None
                 for batch in batches:
                     if checks_quotes and (problem := _find_missing_quote(batch, str(self.delimiter))):
@@ -144,7 +154,6 @@ class _ArrowTable(PairTable):
 
 def _records(file: str) -> Iterator[Mapping[str, Any]]:
     """Yield the records of a JSON Lines file, skipping blank lines; raise UserError if the file cannot be read."""
-    number = 0
     with (
         explained(f"The table {file} cannot be read", _FIX),
         Path(file).open(encoding="utf-8-sig", newline="\n") as lines,
@@ -231,8 +240,6 @@ def _open_folder(folder: Path, images: Sequence[Path]) -> PairTable:
 
     Raises UserError if there is no .txt file, or one of them is not UTF-8.
     """
-    from pyarrow import dataset  # slow to import
-
     texts = {path.with_suffix(""): path for path in files_below(folder, [_TEXT])}
     if not texts:
         raise UserError(
@@ -249,19 +256,9 @@ def _open_folder(folder: Path, images: Sequence[Path]) -> PairTable:
     for name, text in texts.items():
         if name not in with_image:
             rows.append((None, read_text(text)))
-    columns = {
-        IMAGE_COLUMNS[0]: pa.array([image for image, _ in rows], pa.string()),
-        CAPTION_COLUMNS[0]: pa.array([caption for _, caption in rows], pa.string()),
-    }
-    data = dataset.dataset(pa.table(columns))
-    return _ArrowTable(
-        name=str(folder),
-        columns=list(columns),
-        rows=len(rows),
-        data=data,
-        delimiter=None,
-        folder=folder.absolute(),
-    )
+    columns = (IMAGE_COLUMNS[0], CAPTION_COLUMNS[0])
+    cells = [dict(zip(columns, row, strict=True)) for row in rows]
+    return _FolderTable(name=str(folder), columns=columns, rows=len(rows), folder=folder.absolute(), cells=cells)
 
 
 def _find_delimiter(file: Path, usual: str) -> str:
@@ -406,7 +403,7 @@ def captions_of(value: Any) -> list[str]:
     """
     if isinstance(value, list):
         return [" ".join(caption.split()) for cell in value for caption in captions_of(cell)]
-    if isinstance(value, int | float | date | datetime) and not isinstance(value, bool) and value == value:  # not NaN
+    if isinstance(value, int | float | date) and not isinstance(value, bool) and value == value:  # not NaN
         value = str(value)
     if isinstance(value, str) and value.strip():
         return [value.strip()]

@@ -28,6 +28,9 @@ _WITHOUT_DATA = b"123456"  # links, devices, folders, pipes: tarfile ignores the
 _GNU_NAME = b"L"
 _GNU_LINK = b"K"
 _GNU_SPARSE = b"S"
+# offsets of the byte that says whether a block with the rest of a sparse file's map follows
+_IS_EXTENDED = 482  # in the header
+_IS_EXTENDED_AGAIN = 504  # in such a block
 _PAX_LOCAL = b"xX"
 _PAX_GLOBAL = b"g"
 _EXTENSIONS = _GNU_NAME + _GNU_LINK + _PAX_LOCAL + _PAX_GLOBAL  # headers that describe the next header
@@ -227,6 +230,11 @@ def _member(
             elif header.kind in _PAX_LOCAL:
                 local = {**_pax_records(payload), **local}
         data_offset = offset + _BLOCK
+        if header.kind == _GNU_SPARSE:  # blocks with the rest of the file's map may follow its header
+            is_extended = blocks.at(offset)[_IS_EXTENDED]
+            while is_extended and data_offset < end:
+                is_extended = blocks.at(data_offset).ljust(_BLOCK, b"\0")[_IS_EXTENDED_AGAIN]
+                data_offset += _BLOCK
         records = {**shared, **local}
         if records or long_name is not None:
             name = header.name

@@ -13,7 +13,7 @@ from neuclip_ds.data.decoders import JSON, Captions, DecodeError
 from neuclip_ds.data.images import EvalTransform, RandomCrop
 from neuclip_ds.data.loader import LoaderOptions
 from neuclip_ds.data.manifest import Manifest
-from neuclip_ds.data.readers import ChecksumError, RawSample, TarReader
+from neuclip_ds.data.readers import ChecksumError, RawSample, TarReader, TooLarge
 
 
 class Block(NamedTuple):
@@ -189,9 +189,9 @@ class RowReader:
         )
 
     def _uid(self, index: int) -> str | None:
-        """Return the uid of a sample as 32 hex digits, or None if the JSON is damaged."""
+        """Return the uid of a sample as 32 hex digits, or None if the JSON is damaged or too large."""
         try:
             high, low = self._uids.uid(index, self._uid_key)
-        except ChecksumError:
+        except (ChecksumError, TooLarge):
             return None
         return f"{high:016x}{low:016x}"

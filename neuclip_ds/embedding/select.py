@@ -65,9 +65,9 @@ def select(
     files, or folders that contain parquet files at any depth. `out` and the files in `within` are .npy files of pairs
     of 64-bit words (dtype `u8,u8`). Only uids that are in every `within` file are kept, and `refine` may drop more.
     Raises UserError if a source contains no parquet files or unfinished features, if a file cannot be read, if the
-    first file lacks a column (where another file lacks one, its values count as missing), if `column` is not numeric,
-    if a file in `within` is not sorted, if no uid remains before `refine`, if `refine` raises it, or if `out` cannot be
-    written.
+    first file lacks a column (where another file lacks one, its values count as missing), if `column` is not numeric or
+    `uid_column` contains no texts, if a file in `within` is not sorted, if no uid remains before `refine`, if `refine`
+    raises it, or if `out` cannot be written.
     """
     files: list[Path] = []
     for source in sources:
@@ -93,7 +93,8 @@ def select(
         is_kept = (values >= minimum) & (values <= rule.maximum)  # both false for NaN
         samples += len(values)
         without_value += int(np.isnan(values).sum())
-        batch_uids = parse_uids(texts.filter(pa.array(is_kept)))
+        with explained(f"The column {uid_column} does not contain texts", "choose another --uid-column"):
+            batch_uids = parse_uids(texts.filter(pa.array(is_kept)))
         without_uid += int(is_kept.sum()) - len(batch_uids)
         with_uid += len(batch_uids)
         for uid_list in uid_lists:

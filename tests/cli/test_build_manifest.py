@@ -85,6 +85,7 @@ def test_a_killed_build_is_finished_by_the_same_command(folder, tmp_path):
     [
         (["absent"], "absent does not exist"),
         (["{folder}", "--captions", "jpg"], "captions (data.captions or --captions): use txt, txt:lines, json:KEY"),
+        (["{folder}", "--processes=-1"], "'-1' is not a positive integer"),
         (["{folder}", "--uids", "absent.npy"], "The uid file absent.npy cannot be read"),
     ],
 )

@@ -241,7 +241,18 @@ def test_unusable_tables_and_columns_are_refused(tmp_path: Path) -> None:
         table.find_column(["picture"], "image", "name it")
     with pytest.raises(UserError, match=r"has no column words; name one of its columns \(path, Caption, other\)"):
         choose_columns(table, captions=["words"])
-    for captions in (["Caption", "other"], ["json=Caption"], ["syn=Caption"]):
+    assert choose_columns(table, captions=["Caption", "SYN.txt=other"]).captions == {
+        "txt": "Caption",
+        "syn.txt": "other",
+    }
+    refused_captions = (
+        ["Caption", "other"],
+        ["json=Caption"],
+        ["syn=Caption"],
+        ["_syn.txt=Caption"],
+        ["syn.txt=Caption", "SYN.txt=other"],
+    )
+    for captions in refused_captions:
         with pytest.raises(UserError, match="with a different member"):
             choose_columns(table, captions=captions)
     (tmp_path / "b.parquet").write_bytes(b"no parquet")
@@ -452,8 +463,26 @@ def test_the_command_names_all_members_that_contain_captions(
     (tmp_path / "pairs.csv").write_text("image,a,b\n0.jpg,a dog,a cat\n0.jpg,a dog,a bird\n")
     captions = ["--captions", "txt=a", "syn.txt=b"]
     main(["pack", str(tmp_path / "pairs.csv"), str(tmp_path / "out"), *captions])
-    expected = "1 sample has several captions: train with --data.captions=txt:lines,syn.txt:lines."
+    expected = "1 sample has several captions: train with --data.captions=txt,syn.txt:lines."
     assert expected in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("several", ["rows", "list"])
+def test_captions_are_lines_in_members_with_several_captions(tmp_path: Path, several: str) -> None:
+    """Image 0 has one caption of two lines; image 1 has two captions in `txt`, and one in `b.txt`."""
+    for number in range(2):
+        (tmp_path / f"{number}.jpg").write_bytes(jpeg(number))
+    records: list[dict[str, Any]] = [{"image": "0.jpg", "a": "first\nline", "b": "first\nline"}]
+    if several == "rows":
+        records += [{"image": "1.jpg", "a": "dog", "b": "cat"}, {"image": "1.jpg", "a": "pup", "b": "cat"}]
+    else:
+        records.append({"image": "1.jpg", "a": ["dog", "pup"], "b": ["cat"]})
+    records.append({"image": "", "a": "none", "b": ["one", "two"]})
+    (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    packed = run(tmp_path / "pairs.jsonl", tmp_path / "out", captions=("a", "b.txt=b"))
+    assert (packed.several, packed.members_of_lines) == (1, {"txt"})
+    texts = [(sample["txt"], sample["b.txt"]) for sample in samples_of(tmp_path / "out")]
+    assert texts == [(b"first line", b"first\nline"), (b"dog\npup", b"cat")]
 
 
 def test_the_command_fails_if_the_storage_does(
@@ -495,6 +524,20 @@ def test_a_folder_of_images_and_texts(tmp_path: Path) -> None:
         open_table(str(source))
     (source / "pairs.csv").write_text("image,caption\na/dog.jpg,from the table\n")
     assert open_table(str(source)).rows == 1, "a table comes first"
+
+
+def test_names_of_images_need_not_be_utf_8(tmp_path: Path) -> None:
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    name = os.fsdecode(b"caf\xe9.jpg")
+    (folder / name).write_bytes(jpeg(0))
+    (folder / name).with_suffix(".txt").write_text("a cafe")
+    (folder / os.fsdecode(b"\xe9.jpg")).write_bytes(jpeg(1))
+    assert run(folder, tmp_path / "out").pairs == 1
+    (sample,) = samples_of(tmp_path / "out")
+    assert (sample["jpg"], sample["txt"]) == (jpeg(0), b"a cafe")
+    broken = json.loads((tmp_path / "out/broken.jsonl").read_text())
+    assert (broken["image"], broken["reason"]) == (os.fsdecode(b"\xe9.jpg"), "no caption")
 
 
 @pytest.mark.parametrize("delimiter", ["\t", ";", ","])

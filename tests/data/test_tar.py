@@ -166,6 +166,23 @@ def test_links_to_other_files_and_sparse_files_are_counted(tmp_path: Path) -> No
     assert index.unreadable == 2
 
 
+@pytest.mark.parametrize("pieces", [4, 5, 30, 60])
+@pytest.mark.parametrize("tar_format", ["gnu", "oldgnu", "pax"])
+def test_the_maps_of_sparse_files_are_skipped(tmp_path: Path, pieces: int, tar_format: str) -> None:
+    """In the GNU formats, the header has room for four pieces, and each of the blocks that follow it for 21."""
+    with (tmp_path / "0.jpg").open("wb") as file:
+        for piece in range(pieces):
+            file.seek(piece << 16)
+            file.write(b"x" * 4096)
+        file.truncate(pieces << 16)
+    (tmp_path / "0.txt").write_text("text")
+    command = ["tar", f"--format={tar_format}", "--hole-detection=raw", "--sparse", "-cf", "a.tar", "0.jpg", "0.txt"]
+    subprocess.run(command, check=True, cwd=tmp_path)
+    index = read_index(tmp_path / "a.tar")
+    assert [sample.members.keys() for sample in index.samples] == [{"txt"}]
+    assert (index.gaps, index.unreadable) == ([], 1)
+
+
 @pytest.mark.parametrize("folder", ["", "data/", "a/b/"])
 def test_files_of_mac_os_do_not_come_between_the_members(tmp_path: Path, folder: str) -> None:
     names = ["._0.jpg", "0.jpg", "._0.txt", "0.txt"]

@@ -151,6 +151,19 @@ def test_a_shard_that_cannot_be_read_has_no_part_until_it_can(tmp_path: Path) ->
     assert write(tmp_path / "out", manifest).shards == 1
 
 
+def test_a_member_that_is_too_large_costs_its_sample_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("neuclip_ds.data.readers._MAX_READ", 20_000)
+    large = bytes(30_000)
+    replaced = {1: {"jpg": large, "txt": b"large"}, 2: {"jpg": jpeg(2), "txt": b"large uid", "json": large}}
+    shards = write_pairs(tmp_path / "shards", [4], replace=replaced)
+    summary = write(tmp_path / "out", build_manifest([str(shards / "00000.tar")], processes=1))
+    assert (summary.samples, summary.bad, summary.unreadable) == (3, 1, [])
+    (part,) = read_parts(tmp_path / "out")
+    assert part.index.tolist() == [0, 2, 3]
+    (table,) = feature_tables(tmp_path / "out")
+    assert pq.read_table(table)["uid"].to_pylist()[1] is None
+
+
 def test_single_encoders_need_only_their_part_of_a_sample(tmp_path: Path, manifest: Manifest) -> None:
     """Sample 6 has a broken image, and sample 13 has no caption."""
     images = tmp_path / "images"

@@ -110,6 +110,15 @@ def test_a_wrong_column_or_an_empty_selection_is_an_error(
         select([pool], column, rule, tmp_path / "kept.npy", uid_column)
 
 
+@pytest.mark.parametrize("values", [[b"\xff" * 16], [["0"]], [{"high": 1}]])
+def test_uids_that_are_not_texts_are_an_error(tmp_path: Path, values: list[object]) -> None:
+    pq.write_table(pa.table({"uid": values, "score": [1.0]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"column uid does not contain texts .*choose another --uid-column"):
+        select([tmp_path], "score", Rule(minimum=0), tmp_path / "kept.npy")
+    with pytest.raises(UserError, match="column uid is not numeric"):
+        select([tmp_path], "uid", Rule(minimum=0), tmp_path / "kept.npy", "score")
+
+
 @pytest.mark.parametrize("content", [b"uid,score\n", b"", b"<html>", b"PAR1"])
 @pytest.mark.parametrize("name", ["a.csv", "0.parquet", "z.parquet"])
 def test_a_file_that_is_not_parquet_is_named(tmp_path: Path, pool: Path, name: str, content: bytes) -> None:
