@@ -214,7 +214,9 @@ class _TaskData:
         from neuclip_ds.evaluation.suite import open_task_set
 
         if task.key in self.manifests:
-            return f"{path}: {self.manifests[task.key].content_hash}"
+            manifest = self.manifests[task.key]
+            layout = manifest.layout_of_first(manifest.n_shards) or "layout not known"
+            return f"{path}: {manifest.content_hash}, {layout}"
         fingerprint = open_task_set(task, path).fingerprint()
         return fingerprint if task.source is not None else f"{path.resolve()}: {fingerprint}"
 
