@@ -440,7 +440,9 @@ def _find_recipe(name: str, including: Path | None) -> Path:
 
 
 def _explain(problem: Any) -> str:
-    name = ".".join(str(part) for part in problem["loc"])
+    # pydantic also lists the alternative of a union that does not fit, such as `function-after[_usable(), str]`
+    parts = [str(part) for part in problem["loc"]]
+    name = ".".join(part for part in parts if "[" not in part)
     if problem["type"] == "extra_forbidden":
         return f"unknown key {name}{nearest(name, option_names(with_registered_losses(Config)))}"
     message = problem["msg"].removeprefix("Value error, ")

@@ -50,7 +50,7 @@ class Section(BaseModel):
         if value is True and info.field_name is not None:
             annotation = cls.model_fields[info.field_name].annotation
             if not _accepts_switch(annotation):
-                raise ValueError("true is not a value of this option; write a number or a text")
+                raise ValueError("true is not a value of this option; see its type in `train --help all`")
         return value
 
     @field_validator("*", mode="after")

@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 _TAR = ".tar"
 _NAMED = re.compile(r"([\w .-]+)=(.+)")  # NAME=PATH
 _SEPARATOR = "::"  # between the parts of a source of pairs, as in `data.train`
+_LAYOUT = ", layout "  # before the hash of the samples' layout, in the string that identifies pairs
 _VALIDATION = "validation"  # name of the task of a run's validation pairs
 
 
@@ -215,8 +216,9 @@ class _TaskData:
 
         if task.key in self.manifests:
             manifest = self.manifests[task.key]
-            layout = manifest.layout_of_first(manifest.n_shards) or "layout not known"
-            return f"{path}: {manifest.content_hash}, {layout}"
+            layout = manifest.layout_of_first(manifest.n_shards)
+            contents = f"{path}: {manifest.content_hash}"
+            return contents if layout is None else f"{contents}{_LAYOUT}{layout}"
         fingerprint = open_task_set(task, path).fingerprint()
         return fingerprint if task.source is not None else f"{path.resolve()}: {fingerprint}"
 
@@ -370,8 +372,10 @@ def _find_unscored(data: _TaskData, known: Results, folder: Path) -> dict[str, s
     for task, path in data.tasks:
         contents = data.contents(task, path)
         known_contents = known.data.get(task.key)
-        # score files of DataComp or of earlier versions do not identify the data of their tasks
-        is_current = known_contents == contents or (task.source is not None and known_contents is None)
+        # score files of DataComp or of earlier versions do not identify the data of their tasks, or not the layout
+        without_layout = contents.partition(_LAYOUT)[0]
+        is_identified = known_contents is not None or task.source is None
+        is_current = known_contents in (contents, without_layout) or not is_identified
         if task.key in known.metrics and is_current:
             log.info("%s: already scored in %s", task.name, folder)
             continue

@@ -85,6 +85,8 @@ class PairTable(ABC):
         for name in usual:
             if name in by_lowercase_name:
                 return by_lowercase_name[name]
+        if not self.columns:
+            raise UserError(f"{self.name} is empty: pass a table with rows.")
         raise UserError(
             f"{self.name} has no {what} column with a recognized name ({', '.join(usual)}); its columns are "
             f"{', '.join(self.columns)}: {advice}."

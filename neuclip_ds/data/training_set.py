@@ -248,7 +248,10 @@ def open_order(
                 f"{interleave.streams} shard streams, so a part of each batch would be padding"
             )
             if saved is None:
-                raise UserError(f"{problem}: set data.shard_streams to at most {size}, or remove the source.")
+                raise UserError(
+                    f"{problem}: set data.shard_streams to a divisor of data.batch_size that is at most {size}, or "
+                    "remove the source."
+                )
             log.warning("%s: to avoid this, start a new run", problem)
         return mixture
     order = GlobalOrder(manifest.starts, manifest.sizes, data.batch_size, seed, interleave, drop_last=data.drop_last)
