@@ -200,8 +200,8 @@ class Checkpoints:
         """Save and verify the state after `step` steps, and return the checkpoint's folder.
 
         If more than `keep` checkpoints then exist, the oldest are deleted, except the best one and one that is being
-        copied (`protect`). `data` is stored in meta.json: the record of the training data, the states of the hooks, the
-        compiled parts of the towers, and the length of the warm-up.
+        copied (`protect`). `data` is stored in meta.json: the record of the training data, the states of the hooks, and
+        the compiled parts of the towers.
 
         Raises `SaveFailed` on all ranks if the disk has too little space or any rank fails to write its files; the
         partial checkpoint is then removed.

@@ -21,13 +21,13 @@ def is_partial_batch(order: BatchOrder, step: int) -> bool:
     return 0 < step_of_epoch == last_of_epoch and 2 * order.last_batch_size < order.batch_size
 
 
-def learning_rate(step: int, total: int, config: OptimizerConfig, warmup: int) -> float:
+def learning_rate(step: int, total: int, config: OptimizerConfig) -> float:
     """Return the learning rate at a step (counted from 0) of `total`: a linear warm-up to lr, then `config.schedule`.
 
-    `warmup` is the number of warm-up steps (`fitted_warmup`, `resumed_warmup`). The warm-up, `cosine` and `cooldown`
-    match open_clip. `wsd` is the warm-up-stable-decay schedule of Hu et al. 2024 (MiniCPM), with the decay of Haegele
-    et al. 2024 (arXiv:2405.18392).
+    The warm-up, `cosine` and `cooldown` match open_clip. `wsd` is the warm-up-stable-decay schedule of Hu et al. 2024
+    (MiniCPM), with the decay of Haegele et al. 2024 (arXiv:2405.18392).
     """
+    warmup = fitted_warmup(config.warmup_steps, total)
     if step < warmup:
         return config.lr * (step + 1) / warmup
     steps_after_warmup = max(1, total - warmup)
@@ -53,14 +53,3 @@ def learning_rate(step: int, total: int, config: OptimizerConfig, warmup: int) -
 def fitted_warmup(steps: int, total: int) -> int:
     """Return the number of warm-up steps: `steps` if the run has more than `steps` steps, else a tenth of the run."""
     return steps if steps < total else total // _RUN_PER_FITTED_WARMUP
-
-
-def resumed_warmup(saved: int | None, done: int, fitted: int) -> int:
-    """Return the number of warm-up steps of a run that resumes after `done` steps.
-
-    A run that has completed its warm-up of `saved` steps keeps it: it must not warm up again if its length changes, and
-    with it the warm-up that fits (`fitted`). `saved` is None for checkpoints of earlier versions.
-    """
-    if saved is not None and done >= saved:
-        return saved
-    return fitted

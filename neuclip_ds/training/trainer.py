@@ -99,7 +99,7 @@ from neuclip_ds.training.run_folder import (
     write_complete,
 )
 from neuclip_ds.training.run_lock import locked
-from neuclip_ds.training.schedule import fitted_warmup, is_partial_batch, learning_rate, resumed_warmup, run_length
+from neuclip_ds.training.schedule import is_partial_batch, learning_rate, run_length
 from neuclip_ds.training.step import StepOutcome, train_step
 from neuclip_ds.training.stored_trunks import check_trunk_outputs, check_trunks
 
@@ -491,7 +491,6 @@ class Loop:
 
         self._config = config
         self._epoch_offset = epoch_offset
-        self._warmup = fitted_warmup(config.optimizer.warmup_steps, self.total)  # number of steps
         micro_batch = config.micro_batch(communicator.world_size)
         self._pack = None if TEXT in context.data.tables else context.engine.pack
         self._batches = DeviceBatches(communicator.device, micro_batch, self._pack)
@@ -516,14 +515,6 @@ class Loop:
         if not self.context.config.ema.decay:
             discard_average(self.context.engine)
         self.saved = self.done
-        fitted = fitted_warmup(self._config.optimizer.warmup_steps, self.total)
-        self._warmup = resumed_warmup(metadata.get("warmup"), self.done, fitted)
-        if self._warmup != fitted:
-            log.info(
-                "the run keeps its completed warm-up of %s; optimizer.warmup_steps=%d has no effect",
-                counted(self._warmup, "step"),
-                self._config.optimizer.warmup_steps,
-            )
         self._hook_states = metadata.get("hooks", {})
         self._compiled_before = metadata.get("compilation", self.context.compilation)
 
@@ -555,12 +546,7 @@ class Loop:
             has_state = type(hook).state is not Hook.state
             if has_state:  # also an empty one, so that a rollback clears what the hook has collected since
                 hook_states[name] = hook.state(self)
-        data = {
-            **self.context.data.record(),
-            "hooks": hook_states,
-            "compilation": self.context.compilation,
-            "warmup": self._warmup,
-        }
+        data = {**self.context.data.record(), "hooks": hook_states, "compilation": self.context.compilation}
         self.checkpoints.save(self.done, engine, self.loss.function, self.fingerprint, data)
         self.saved = self.done
 
@@ -748,7 +734,7 @@ class Loop:
             step=self.done,
             epoch=self._epoch_offset + self.done // self.order.steps_per_epoch,
             progress=self.done / self.total,
-            lr=learning_rate(self.done, self.total, self._config.optimizer, self._warmup),
+            lr=learning_rate(self.done, self.total, self._config.optimizer),
             peak_lr=self.context.config.optimizer.lr,
         )
 

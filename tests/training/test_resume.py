@@ -4,20 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import timm
-import torch
 from small_checkpoints import DATA, PlainEngine, keeper, trained
-from small_runs import SMALL, TRAIN, call, lines_in, newest_checkpoint, outcome, read_options, records, start, wait_for
+from small_runs import SMALL, TRAIN, call, lines_in, outcome, read_options, start, wait_for
 
-from neuclip_ds.checkpoint.saved_model import MODEL
-from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.pretrained.base import read_start_preprocessing
 from neuclip_ds.recipe import parse
 from neuclip_ds.reporting.events import read_events
 from neuclip_ds.reporting.history import read_launches
 from neuclip_ds.training.checks import fingerprint
-from neuclip_ds.training.trainer import train
 
 TINY = [
     "--data.batch_size=16",
@@ -142,29 +136,3 @@ def test_a_resume_with_other_compilation_records_an_event(shards: Path, tmp_path
     assert dict(second.changes) == {"model.compile": (False, "blocks"), "max_steps": (2, 4)}
     assert (second.first_step, second.last_step, dict(third.changes)) == (2, 4, {"max_steps": (4, 6)})
     assert "max_steps is 4; in the previous launch, it was 2" in (tmp_path / "run" / "log.txt").read_text()
-
-
-def launch(shards: Path, runs: Path, *options: str) -> None:
-    """Launch the run named `run` in this process."""
-    arguments = command(shards, runs, "run", "--objective.method=openclip", "--data.workers=0", *options)
-    train(parse(arguments[1:]).config, RankEnvironment(0, 0, 1))
-
-
-def test_a_run_keeps_its_preprocessing_if_it_resumes_without_its_image_weights(shards: Path, tmp_path: Path) -> None:
-    name = "vit_tiny_patch16_224"
-    options = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
-    torch.save(timm.create_model(name, num_classes=0, img_size=16, **options).state_dict(), tmp_path / "image.pt")
-    starts = []
-    for steps, weights in ((1, [f"--model.vision.pretrained={tmp_path}/image.pt"]), (2, [])):
-        launch(shards, tmp_path, f"--model.vision.name={name}", f"--max_steps={steps}", *weights)
-        starts.append(read_start_preprocessing(newest_checkpoint(tmp_path) / MODEL))
-    assert starts[0]["mean"] == [0.5, 0.5, 0.5], "timm's values for this model"
-    assert starts[1] == starts[0]
-
-
-def test_a_run_that_is_extended_does_not_warm_up_again(shards: Path, tmp_path: Path) -> None:
-    """In the first launch, the warm-up of 12 steps is shortened to one step."""
-    for steps in (10, 13, 14):
-        launch(shards, tmp_path, f"--max_steps={steps}", "--optimizer.schedule=constant", "--optimizer.warmup_steps=12")
-    rates = [record["lr"] for record in records(tmp_path / "run" / "metrics.jsonl") if "lr" in record]
-    assert len(rates) == 14 and len(set(rates)) == 1

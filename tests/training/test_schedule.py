@@ -5,7 +5,7 @@ import pytest
 
 from neuclip_ds.config import OptimizerConfig
 from neuclip_ds.data.order import GlobalOrder
-from neuclip_ds.training.schedule import fitted_warmup, is_partial_batch, learning_rate, resumed_warmup, run_length
+from neuclip_ds.training.schedule import fitted_warmup, is_partial_batch, learning_rate, run_length
 
 
 def order_of(samples: int) -> GlobalOrder:
@@ -27,8 +27,7 @@ def test_a_run_has_the_steps_of_its_epochs_at_least_one_or_max_steps() -> None:
 
 def rates(total: int, **options: object) -> list[float]:
     config = OptimizerConfig.model_validate({"lr": 1.0, "min_lr": 0.1, "warmup_steps": 4, **options})
-    warmup = fitted_warmup(config.warmup_steps, total)
-    return [learning_rate(step, total, config, warmup) for step in range(total + 1)]
+    return [learning_rate(step, total, config) for step in range(total + 1)]
 
 
 CASES: dict[str, tuple[int, dict[str, object], dict[int, float]]] = {  # steps, options, learning rates at some steps
@@ -58,12 +57,3 @@ def test_learning_rates_follow_the_schedule_and_never_rise_after_the_warm_up(cas
 def test_a_constant_run_can_be_prolonged_by_a_cooldown(schedule: str) -> None:
     """The learning rates of the constant phase do not depend on the schedule that follows."""
     assert rates(30, schedule=schedule, cooldown_steps=10)[:21] == rates(20, schedule="constant")
-
-
-@pytest.mark.parametrize(
-    ("saved", "done", "warmup"),
-    [(10, 100, 10), (10, 10, 10), (10, 9, 500), (0, 0, 0), (None, 100, 500)],
-    ids=["completed", "just completed", "not completed", "none", "earlier version"],
-)
-def test_a_run_that_has_warmed_up_does_not_warm_up_again(saved: int | None, done: int, warmup: int) -> None:
-    assert resumed_warmup(saved, done, fitted=500) == warmup
