@@ -916,7 +916,7 @@ class ContrastiveLoss(nn.Module):
         self._calls = saved["calls"]
         saved_length = saved.get("steps_per_epoch")  # None also in states of version 0.1
         if saved_length and self._steps_per_epoch and saved_length != self._steps_per_epoch:
-            self._calls = round(self._calls / saved_length * self._steps_per_epoch)
+            self._calls = self._calls * self._steps_per_epoch // saved_length
             log.info(
                 "%s was saved with steps_per_epoch=%d, but this loss has %d: training continues at call %d instead of "
                 "%d, in the same epoch",

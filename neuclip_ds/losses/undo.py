@@ -37,9 +37,8 @@ class UndoGuard:
     def begin(self, function: LossFunction, scaler: GradScaler | None) -> None:
         """Copy the state of `function` before a training call; earlier calls can no longer be reverted."""
         self.forget()
-        can_skip = scaler is not None and scaler.is_enabled()
-        if self._always or can_skip:
-            grad_scale = scaler.get_scale() if scaler is not None and can_skip else None
+        if self._always or scaler is not None:
+            grad_scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else None
             self._begun = _Copy(function.restore_point(), grad_scale)
 
     def commit(self) -> None:

@@ -394,7 +394,7 @@ def test_save_fails_on_all_ranks_if_the_folder_cannot_be_written(tmp_path: Path)
 def test_a_loaded_loss_continues_in_the_same_epoch_if_epochs_have_another_length(through: str, tmp_path: Path) -> None:
     saved = loss_of("fastclip_v3", steps_per_epoch=4)
     loaded = loss_of("fastclip_v3", steps_per_epoch=2)
-    for number in range(6):  # 1.5 epochs
+    for number in range(7):  # 1.75 epochs
         saved(*features(number))
     if through == "save":
         saved.save(tmp_path)
@@ -498,14 +498,12 @@ def test_the_temperature_after_a_skipped_step_is_that_before_it() -> None:
     assert loss_fn.temperature == before
 
 
-def test_a_disabled_scaler_counts_as_none() -> None:
+def test_with_a_disabled_scaler_features_must_be_finite() -> None:
     loss_fn = loss_of("fastclip_v3", scaler=torch.amp.GradScaler("cpu", enabled=False))
     image, text, index = features(0)
     loss_fn(image, text, index)
     with pytest.raises(ValueError, match="NaN or infinite"):
         loss_fn(image * torch.nan, text, index)
-    with pytest.raises(RuntimeError, match="no training call to revert"):
-        loss_fn.undo()
 
 
 @pytest.mark.parametrize(
