@@ -1,5 +1,6 @@
 """Check a run for errors and likely mistakes before it starts, and list the settings that a resumed run must keep."""
 
+import json
 from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
@@ -79,8 +80,12 @@ def _check_effect(config: Config) -> None:
     defaults = Config()
     for option, setting in needed.items():
         value_of = attrgetter(option)
-        if value_of(config) != value_of(defaults):
-            raise UserError(f"{option} has no effect without {setting}: set {setting}, or omit {option}.")
+        default = value_of(defaults)
+        if value_of(config) != default:
+            raise UserError(
+                f"{option} has no effect without {setting}: set {setting}, or omit {option} (or, if a recipe sets it, "
+                f"pass its default, {json.dumps(default)})."
+            )
 
 
 def _check_teachers(distill: DistillConfig) -> None:

@@ -139,7 +139,8 @@ def test_u_at_another_temperature_is_refused() -> None:
 
 def moments_of_a_method(method: str, shards: str, folder: Path, *options: str) -> None:
     """Check that recovery accumulates moments for an epoch at fixed weights and temperature; then train one step."""
-    chosen = [f"--objective.method={method}", "--recovery.epochs=1", "--run.log_every=1"]
+    recovery = ["--recovery.epochs=1", "--recovery.loss=method", "--run.log_every=1"]
+    chosen = [f"--objective.method={method}", *recovery]
     said = run(folder, shards, 1, *read_options([*chosen, *options]))
     assert re.search("loaded moments( and statistics)? from the recovery in ", said)
     assert counts(recovered(folder)) == {4.0}
@@ -162,7 +163,7 @@ def test_a_method_without_u_recovers_moments(shards: str, tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["openclip", "siglip", "amorlip", "neuclip_queue", "isogclr", "fastclip_v3"])
 def test_every_kind_of_method_recovers_moments(method: str, shards: str, tmp_path: Path) -> None:
-    moments_of_a_method(method, shards, tmp_path, "--recovery.loss=method", "--objective.queue.size=8")
+    moments_of_a_method(method, shards, tmp_path, "--objective.queue.size=8")
 
 
 @pytest.mark.slow
