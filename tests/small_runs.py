@@ -88,6 +88,15 @@ def wait_for(condition: Callable[[], object], programs: Sequence[Program], limit
         time.sleep(0.005)
 
 
+def is_connected(rank_zero: Program) -> bool:
+    """Return whether the ranks of a run have connected; until then, they wait five minutes for a missing rank.
+
+    Rank 0 logs one line before.
+    """
+    _, logged = rank_zero.printed()
+    return logged.count(" INFO ") > 1
+
+
 def ends(programs: Sequence[Program], timeout: float = 240) -> list[CompletedProcess[str]]:
     """Return the result of each program; if one exceeds the timeout, kill all of them and raise `TimeoutExpired`."""
     try:

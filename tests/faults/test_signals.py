@@ -16,7 +16,7 @@ import pytest
 from forks import alive, children_of, fork
 from servers import files_server
 from servers import wait_for as until
-from small_runs import SMALL, TRAIN, call, ends, environment, lines_in, start, training, wait_for
+from small_runs import SMALL, TRAIN, call, ends, environment, is_connected, lines_in, start, training, wait_for
 from tars import load_training
 
 from neuclip_ds.data.cache import ShardCache
@@ -248,9 +248,7 @@ def test_a_signal_at_any_time_ends_all_ranks_with_one_exit_code(shards: Path, tm
         programs = start("train.py", *training(runs, shards, 20), *options, "--data.workers=1", ranks=1 + number % 2)
         started = time.monotonic()
         time.sleep(draw.uniform(0.5, length))
-        # until ranks are connected, they wait five minutes for a missing rank unless they all get the signal
-        connected = " INFO " in programs[0].printed()[1]
-        signaled = [draw.choice(programs)] if connected else programs
+        signaled = [draw.choice(programs)] if is_connected(programs[0]) else programs
         number = draw.choice([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
         if not all(program.running for program in programs):
             length = time.monotonic() - started
