@@ -42,7 +42,7 @@ TOKENIZER = "tokenizer"  # folder of the tokenizer, next to CONFIG, if the model
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
-_MOST_NAME_BYTES = 255  # of a file or a folder
+_MOST_NAME_BYTES = 255  # file systems refuse longer names of files and folders
 _MOST_RUN_NAME_BYTES = _MOST_NAME_BYTES - len("..starting")  # in the name of the run's staging folder
 
 

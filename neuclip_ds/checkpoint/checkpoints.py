@@ -248,14 +248,18 @@ class Checkpoints:
 
     def check(self, path: Path, fingerprint: Fingerprint) -> None:
         """Raise `UserError` if a run with a different fingerprint wrote a checkpoint, or if meta.json is damaged."""
-        meta = self._communicator.on_rank_zero(lambda: read_meta(path))
-        _require_fingerprint(path, meta["facts"], fingerprint)
+        self._read_meta(path, fingerprint)
 
     def read(self, path: Path, fingerprint: Fingerprint) -> tuple[int, Mapping[str, Any]]:
         """Return a checkpoint's number of completed steps, and the `data` that `save` stored; raise as `check` does."""
+        meta = self._read_meta(path, fingerprint)
+        return int(meta["step"]), meta["data"]
+
+    def _read_meta(self, path: Path, fingerprint: Fingerprint) -> dict[str, Any]:
+        """Return the content of a checkpoint's meta.json; raise as `check` does."""
         meta = self._communicator.on_rank_zero(lambda: read_meta(path))
         _require_fingerprint(path, meta["facts"], fingerprint)
-        return int(meta["step"]), meta["data"]
+        return meta
 
     def load(self, path: Path, engine: Engine, loss: LossFunction) -> None:
         """Load a verified checkpoint into `engine` and `loss`; raise `UserError` if it does not match them."""

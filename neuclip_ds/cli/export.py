@@ -12,6 +12,7 @@ docs/tutorials/fine_tuning.md shows how to choose a blend.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from neuclip_ds.cli.early_checks import check_path
 from neuclip_ds.cli.program import Parser, fraction, local_path
@@ -50,26 +51,18 @@ def main(arguments: Sequence[str]) -> None:
         check_path("RUN", str(run))
     from neuclip_ds.checkpoint.export_run import export_run, export_soup  # torch and deepspeed take seconds to import
 
+    settings: dict[str, Any] = {
+        "library": options.format,
+        "folder": options.out,
+        "best": options.best,
+        "average": options.ema,
+        "license": options.license,
+    }
     if options.soup is not None:
-        checkpoints = export_soup(
-            options.soup,
-            library=options.format,
-            folder=options.out,
-            best=options.best,
-            average=options.ema,
-            license=options.license,
-        )
+        checkpoints = export_soup(options.soup, **settings)
         written = f"the mean of {', '.join(str(seen_from_here(checkpoint)) for checkpoint in checkpoints)}"
     else:
-        exported = export_run(
-            options.run,
-            library=options.format,
-            folder=options.out,
-            best=options.best,
-            average=options.ema,
-            license=options.license,
-            fraction=options.blend,
-        )
+        exported = export_run(options.run, **settings, fraction=options.blend)
         checkpoint = seen_from_here(exported)
         written = str(checkpoint)
         if options.blend != 1:

@@ -249,7 +249,7 @@ def _survey(table: PairTable, columns: Columns) -> _Contents:
     images, counts = np.unique(np.array(image_hashes), return_counts=True)
     is_repeated = counts > 1
     repeated = dict(zip(images[is_repeated].tolist(), counts[is_repeated].tolist(), strict=True))
-    rows = np.flatnonzero(np.isin(np.array(image_hashes), images[is_repeated]))  # of images with several rows
+    rows = np.flatnonzero(np.isin(np.array(image_hashes), images[is_repeated]))  # the rows whose image has several rows
     for member, hashes in caption_hashes.items():
         pairs = np.stack([np.array(image_hashes)[rows], np.array(hashes)[rows]], axis=1)
         pairs = np.unique(pairs[pairs[:, 1] != 0], axis=0)  # each caption of an image once

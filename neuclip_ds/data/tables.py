@@ -127,7 +127,7 @@ class _ArrowTable(PairTable):
     """A table of CSV, TSV or Parquet files, which pyarrow reads."""
 
     data: pyarrow.dataset.Dataset
-    delimiter: str | None  # of CSV and TSV files whose quotes are checked, otherwise None
+    delimiter: str | None  # set for CSV and TSV files whose quotes are checked
     has_quotes_option: bool = False  # whether messages may suggest --quotes
 
     def read(self, columns: Sequence[str]) -> Iterator[Row]:

@@ -13,7 +13,7 @@ class _Copy:
     """State from before a training call."""
 
     restore: Callable[[], None]
-    grad_scale: float | None  # of the GradScaler before the step, if there is one
+    grad_scale: float | None  # the GradScaler's scale before the step; None without one
 
 
 class UndoGuard:

@@ -62,7 +62,7 @@ def _check_effect(config: Config) -> None:
     """Raise `UserError` if an option has no effect, because another option does not have the value that it needs.
 
     Saved configs contain all options, so only options whose values differ from their defaults count as set. Configs of
-    earlier versions may contain options without effect, so this is no error of the config itself.
+    earlier versions may contain options without effect, so `Config` accepts them.
     """
     needed: dict[str, str] = {}  # option without effect -> setting that it needs
     if config.optimizer.schedule not in ("cooldown", "wsd"):
