@@ -283,25 +283,26 @@ class ShardCache:
         Returns a folder for the partial file, or None if other shards that are being fetched have reserved the space.
         """
         fetching = self._folder / "fetching"
-        free = self.capacity_bytes
+        reserved: dict[str, int] = {}  # bytes by the name of the shard
         with FileLock(self._folder / "lock"):
-            # partial shards first: one that is completed in the meantime is counted twice rather than missed
+            # partial shards first, so that one that is completed in the meantime is not missed
             for other in list(fetching.iterdir()):
                 if not _RESERVED.fullmatch(other.name):
                     continue  # not written by a cache
-                owner, _, reserved = other.name.partition("-")
+                owner, _, reserved_bytes = other.name.partition("-")
                 if owner in self._begun:
-                    free -= int(reserved)
+                    reserved[owner] = int(reserved_bytes)
                     continue
                 lock = FileLock(self._folder / "locks" / owner, blocking=False)
                 try:
                     with nullcontext() if owner == name else lock:
                         shutil.rmtree(other, ignore_errors=True)  # the process that fetched this shard has ended
                 except Timeout:
-                    free -= int(reserved)
+                    reserved[owner] = int(reserved_bytes)
+            free = self.capacity_bytes - sum(reserved.values())
             if size > free:
                 return None
-            remove_oldest(self._folder / "shards", free - size)
+            remove_oldest(self._folder / "shards", free - size, counted=reserved)
             partial = fetching / f"{name}-{size}"
             partial.mkdir(exist_ok=True)
             return partial

@@ -17,7 +17,7 @@ import secrets
 import stat
 import struct
 import zlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -96,13 +96,19 @@ class NodeTables:
             temporary.unlink(missing_ok=True)
 
 
-def remove_oldest(folder: Path, most_bytes: int) -> None:
+def remove_oldest(folder: Path, most_bytes: int, counted: Mapping[str, int] | None = None) -> None:
     """Remove the least recently used shards or tables of a folder until the others take at most `most_bytes`.
 
-    Other files in the folder, which may be the user's, are neither counted nor removed.
+    `counted` contains the sizes of shards that the caller has counted already, by their names (`name_of`); a shard with
+    such a name and size is neither counted nor removed. Nor are other files in the folder, which may be the user's.
     """
-    cached = [(path, status) for path, status in files_in(folder) if _CACHED.match(path.name)]
-    oldest_first = sorted((status.st_mtime_ns, status.st_size, path) for path, status in cached)
+    counted = counted or {}
+    cached = []
+    for path, status in files_in(folder):
+        name, _, _ = path.name.partition("-")
+        if _CACHED.match(path.name) and counted.get(name) != status.st_size:
+            cached.append((status.st_mtime_ns, status.st_size, path))
+    oldest_first = sorted(cached)
     excess = sum(size for _, size, _ in oldest_first) - most_bytes
     for _, size, path in oldest_first:
         if excess > 0:

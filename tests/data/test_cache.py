@@ -16,6 +16,7 @@ from servers import Files, files_server, wait_for
 from neuclip_ds.data import cache as cache_module
 from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.fetch import AttemptFailed, FetchError
+from neuclip_ds.data.partial_shard import DATA
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import private_folder
 
@@ -96,6 +97,24 @@ def test_the_least_recently_used_makes_room(http, tmp_path):
     time.sleep(0.01)
     cache.path(url(http, 5), SIZE)
     assert held(tmp_path) == [0, 4, 5]
+
+
+def test_a_shard_that_has_just_arrived_is_counted_once(http, tmp_path, monkeypatch):
+    """Another process has moved the shard into the cache, but has not yet removed its reservation."""
+    cache = cache_in(tmp_path, 3)
+    cache.path(url(http, 0), SIZE)
+    arriving = cache_in(tmp_path, 3)
+    partial = arriving.begin(url(http, 1), SIZE)
+    (partial.folder / DATA).write_bytes(bytes([1]) * SIZE)
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardCache, "abandon", lambda cache, shard: None)
+        assert arriving.complete(partial)
+    cache.path(url(http, 2), SIZE)
+    assert held(tmp_path) == [0, 1, 2], "nothing has to make room"
+    cache.path(url(http, 3), SIZE)
+    assert held(tmp_path) == [1, 2, 3]
+    arriving.abandon(partial)
+    assert left_over(tmp_path) == []
 
 
 def test_files_of_the_user_in_the_folder_of_the_cache_are_kept(http, tmp_path):
