@@ -20,6 +20,7 @@ FOLDER = Path(__file__).parents[1] / "ds_configs"
 _FLOAT32 = ("fp32", "float32", "float", "torch.float32")  # DeepSpeed's names of the dtype
 _MAX_SUMMED_IN_BF16 = 4  # maximum number of micro-batches whose gradients may be summed in bf16
 DEEPSPEED = "0.19.8"  # version whose private fields and gradients are tested; the same as in requirements.txt
+_Dtype = Literal["fp32", "float32", "float", "torch.float32", "bf16", "bfloat16", "torch.bfloat16", "fp16", "half"]
 _Size = Annotated[int, Field(strict=False)]  # number of elements; like DeepSpeed, accepts 5e8
 
 
@@ -37,7 +38,7 @@ class _Precision(_Section):
 
 
 class _DataTypes(_Section):
-    grad_accum_dtype: str | None = None  # None stands for the weights' dtype
+    grad_accum_dtype: _Dtype | None = None  # None stands for the weights' dtype
 
 
 class _Offload(_Section):

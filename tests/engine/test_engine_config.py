@@ -72,6 +72,7 @@ def test_a_file_may_repeat_the_recipes_values_or_omit_them(tmp_path: Path) -> No
         ({"zero_optimization": {"stage": "auto"}}, "stage='auto'"),
         ({"zero_optimization": {"stage": 2, "reduce_bucket_size": 0.5}}, "reduce_bucket_size=0.5"),
         ({"data_types": []}, "data_types=[]"),
+        ({"data_types": {"grad_accum_dtype": "FP32"}}, "grad_accum_dtype='FP32'"),
         (
             {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
             "offload_optimizer to NVMe or partial offload",
