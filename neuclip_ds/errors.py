@@ -94,7 +94,7 @@ def counted(count: int, noun: str, plural: str = "") -> str:
 
 
 def is_power_of_two(count: int) -> bool:
-    """Return whether a count is 1, 2, 4, 8 ..., the occurrences of an event that are logged to keep the log short."""
+    """Return whether a count is 1, 2, 4, 8 ...; of a frequent event, only these occurrences are logged as warnings."""
     return count & (count - 1) == 0
 
 

@@ -107,7 +107,7 @@ def step_folder(folder: Path, step: int) -> Path:
 def all_checkpoints(folder: Path) -> list[Path]:
     """List all checkpoints in a run's `checkpoints` folder, intact or damaged, newest first.
 
-    Other folders in it, such as `step_000000100_backup`, belong to the user.
+    Copies with other names, such as `step_000000100_backup`, belong to the user and are not listed.
     """
     checkpoints = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
     return sorted(checkpoints, reverse=True)
@@ -161,7 +161,8 @@ class Checkpoints:
     def protect(self, in_use: Callable[[Path], bool]) -> None:
         """Keep checkpoints while they are in use, regardless of their age; `CopyRun` protects those that it copies.
 
-        `in_use` replaces that of an earlier call. Only rank 0 calls it, with the path of a checkpoint.
+        `in_use` is called on rank 0 only, with the path of a checkpoint, and returns whether the checkpoint is in use.
+        It replaces the function that an earlier call passed.
         """
         self._in_use = in_use
 
@@ -247,7 +248,10 @@ class Checkpoints:
         log.info("best so far: %s is %.4g at step %d", best.metric, best.value, best.step)
 
     def check(self, path: Path, fingerprint: Fingerprint) -> None:
-        """Raise `UserError` if a run with a different fingerprint wrote a checkpoint, or if meta.json is damaged."""
+        """Raise `UserError` if the checkpoint's fingerprint differs from `fingerprint`, or if its meta.json is damaged.
+
+        All ranks call this together.
+        """
         self._read_meta(path, fingerprint)
 
     def read(self, path: Path, fingerprint: Fingerprint) -> tuple[int, Mapping[str, Any]]:
@@ -364,7 +368,7 @@ def verify_together(path: Path, communicator: Communicator) -> None:
 def find_damage(path: Path, communicator: Communicator, alternative: str) -> str | None:
     """Verify a checkpoint as `verify_together` does; return the problem, or None if the checkpoint is intact.
 
-    A warning reports the problem, and that the caller tries the `alternative`.
+    If there is a problem, rank 0 logs it with the `alternative` that the caller tries next.
     """
     try:
         verify_together(path, communicator)

@@ -53,7 +53,10 @@ def check_run(config: Config) -> None:
 
 
 def check_packages(config: Config) -> None:
-    """Raise UserError if a package for an option is missing, or if the scheme of `run.remote` is unknown."""
+    """Raise UserError if `run.wandb`, `model.lora.rank` or `run.remote` needs a package that is not installed.
+
+    Also raises it if the scheme of `run.remote` is unknown.
+    """
     run = config.run
     if run.wandb is not None:
         require_package("wandb", "run.wandb", "wandb")

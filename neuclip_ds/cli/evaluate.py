@@ -56,7 +56,7 @@ _VALIDATION = "validation"  # name of the task of a run's validation pairs
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to score, and how; except `names`, the options of the command line."""
+    """The options of the command line; the names in NAME=PATH are separated from the paths."""
 
     model: str
     data: list[str]  # paths of evaluation sets, of folders of sets, and of shards of pairs
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str]) -> None:
         "--tasks",
         nargs="+",
         default=[],
-        help="names, keys or patterns of evaluation sets to score (default: all); pairs are always scored",
+        help="names, keys or patterns of evaluation sets to score (default: all); shards of pairs are always scored",
     )
     parser.add_argument(
         "--out",
@@ -245,8 +245,8 @@ def _open_tasks(options: Options, config: Config | None, folder: Path, communica
     )
     if options.tasks and not sets:
         raise UserError(
-            "--tasks has no effect, because --data contains only pairs, which are always scored: omit --tasks, or add "
-            "evaluation sets to --data."
+            "--tasks has no effect, because --data contains only shards of pairs, which are always scored: omit "
+            "--tasks, or add evaluation sets to --data."
         )
     tasks: list[tuple[Task, Path]] = []
     if sets:
@@ -362,9 +362,9 @@ def _score_model(
 
 
 def _find_unscored(data: _TaskData, known: Results, folder: Path) -> dict[str, str]:
-    """Return the tasks that need a score: for each task's key, the string that identifies the task's data.
+    """Return, by key, the string that identifies the data of each task that needs a score.
 
-    A set is scored again if its files have changed. `known` are the scores in the folder.
+    These are the tasks without a score in `known`, the scores in the folder, and those whose data has changed since.
     """
     from neuclip_ds.evaluation.sets import open_shards
 
@@ -372,7 +372,8 @@ def _find_unscored(data: _TaskData, known: Results, folder: Path) -> dict[str, s
     for task, path in data.tasks:
         contents = data.contents(task, path)
         known_contents = known.data.get(task.key)
-        # score files of DataComp or of earlier versions do not identify the data of their tasks, or not the layout
+        # score files of DataComp do not identify the data of their tasks, and those of earlier versions may omit the
+        # layout, or the data too
         without_layout = contents.partition(_LAYOUT)[0]
         is_identified = known_contents is not None or task.source is None
         is_current = known_contents in (contents, without_layout) or not is_identified

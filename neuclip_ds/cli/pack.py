@@ -8,11 +8,11 @@ Examples:
 Each cell of the image column is a path (absolute, or relative to the folder of the table's file), a URL, or the encoded
 image itself, possibly in base64. In a folder of images without a table, the caption of dog.jpg is the text in dog.txt.
 
-Rows with the same image become one sample with several captions, one per line. If any sample has several captions, line
-breaks in the captions of all samples become spaces. Rows that cannot be used are counted and listed in broken.jsonl.
-Rows whose images could not be fetched because the storage failed are also written to retry.jsonl, a table that you can
-later pack to another folder; if these are more than 1% of the rows, the exit code is 2. Train on the output folder, or
-build a manifest of it first (neuclip-ds build-manifest).
+Rows with the same image become one sample with several captions, one per line. If a caption column gives any sample
+several captions, line breaks in all captions of this column become spaces. Rows that cannot be used are counted and
+listed in broken.jsonl. Rows whose images could not be fetched because the storage failed are also written to
+retry.jsonl, a table that you can later pack to another folder; if these are more than 1% of the rows, the exit code is
+2. Train on the output folder, or build a manifest of it first (neuclip-ds build-manifest).
 """
 
 import math

@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def local_path(text: str) -> Path:
-    """Parse a path on the command line; shells do not expand the `~` of --NAME=~/PATH."""
+    """Parse a path on the command line, and expand `~`, which shells do not expand in --NAME=~/PATH."""
     return Path(expand_user(text))
 
 

@@ -309,10 +309,10 @@ class ShardCache:
 
 
 def _wait(seconds: float) -> None:
-    """Wait for a number of seconds, in which a stop signal ends the run."""
+    """Wait for a number of seconds; raise `Interrupted` at once if a stop signal arrives."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        with raising_at_once():  # the next step may be an hour away
+        with raising_at_once():  # the end of the step, when signals are otherwise handled, may be an hour away
             time.sleep(_POLL)
 
 

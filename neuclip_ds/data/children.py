@@ -94,10 +94,12 @@ def process_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def map_in_processes(function: Callable[[T], R], items: Sequence[T], processes: int) -> Iterator[R]:
-    """Yield the results of a function for the items, in order, from a `process_pool`; from this process if it is one.
+    """Yield the results of a function for the items, in order.
+
+    A `process_pool` calls the function or, if `processes` is 1, this process. Exceptions of the function are raised.
 
     Raises:
-        UserError: one of the processes was killed or exited before the last result.
+        UserError: a process of the pool was killed or exited before the last result.
     """
     if processes == 1:
         yield from map(function, items)

@@ -207,7 +207,7 @@ class PairDataset:
         stored_image = stored[IMAGE].image if IMAGE in stored else None
         stored_text = stored[TEXT].text if TEXT in stored else None
 
-        # clear the rows of samples that cannot be used, of which parts may have been read
+        # clear the rows of samples that cannot be used, because parts of these samples may have been read
         reasons.update(problems)
         valid = index != PADDING
         valid[list(reasons)] = False
@@ -241,9 +241,10 @@ class PairDataset:
     def _stored_features(
         self, index: Tensor, rows: Tensor, crops: Tensor, captions: Tensor
     ) -> tuple[dict[str, StoredFeatures], dict[int, str]]:
-        """Return the features of the batch's `rows` in each table, and the reason for each row that lacks any of them.
+        """Return each table's features of the batch's `rows`, and the reason for each row that a table cannot provide.
 
-        `index`, `crops` and `captions` (b,) and the result have the batch's rows; features of other rows are zero.
+        `index`, `crops` and `captions` are (b,) tensors of the whole batch. The features also have b rows, which are
+        zero except at `rows`.
         """
         stored: dict[str, StoredFeatures] = {}
         problems: dict[int, str] = {}

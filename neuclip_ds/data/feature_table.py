@@ -203,7 +203,7 @@ class FeatureTable:
         """
         indices = index.numpy()
         drawn = np.zeros(len(indices), dtype=np.int64)
-        for part, rows, positions, _ in self._find_by_shard(indices):  # `rows` reports samples without features
+        for part, rows, positions, _ in self._find_by_shard(indices):  # `self.rows` reports samples without features
             if part is None:
                 continue
             assert part.text_start is not None and part.first_caption is not None
@@ -397,7 +397,7 @@ class _OpenPart:
 
 
 class _Found(NamedTuple):
-    """The stored features of the samples of one shard, among b samples that were asked for."""
+    """The stored features of those of b requested samples that are in one shard."""
 
     part: FeaturePart | None  # None if the shard's features cannot be read
     rows: NDArray[np.int64]  # (s,) the rows, 0 ... b - 1, of the samples with stored features

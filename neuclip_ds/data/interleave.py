@@ -100,7 +100,8 @@ def choose_interleave(
 def _largest_fit(candidates: Sequence[Sequence[Interleave]], fits: Callable[[Interleave], bool]) -> Interleave | None:
     """Return the candidate with the largest window that fits, or None if no candidate fits.
 
-    Each list contains the candidates with one number of streams, largest block first; the numbers of streams decrease.
+    Each list contains the candidates with one number of streams, largest block first. The number decreases from list to
+    list.
     """
     best: Interleave | None = None
     for of_one_count in candidates:

@@ -70,7 +70,7 @@ class Manifest:
         starts: NDArray[np.int64] | None = None,
         sizes: NDArray[np.int64] | None = None,
     ) -> None:
-        """Without `starts` and `sizes`, all samples are used that are not held out."""
+        """Without `starts` and `sizes`, all samples that are not held out are used."""
         self.shards = tuple(shards)
         self.samples = samples
         self.held_out = dict(held_out or {})
@@ -163,8 +163,9 @@ def hash_of_shards(shards: Sequence[Shard]) -> str:
 def layout_of_shards(shards: Sequence[Shard]) -> str | None:
     """Return a hash (32 hex digits) of the shards' layouts, or None if the layout of any shard is not known.
 
-    It differs between data whose `hash_of_shards` is the same because the shards have the same names, sizes and numbers
-    of samples. `hash_of_shards` omits the layouts because those of a manifest from side files are not known.
+    A shard's layout is a checksum of its samples' keys, offsets and sizes. This hash can therefore differ between data
+    with the same `hash_of_shards`, whose shards have the same names, sizes and numbers of samples. `hash_of_shards`
+    omits the layouts, because a manifest from side files does not contain them.
     """
     layouts = [shard.layout for shard in shards]
     if None in layouts:

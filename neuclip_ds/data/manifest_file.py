@@ -107,7 +107,7 @@ def _is_same(one: Shard, other: Shard) -> bool:
 
 
 def is_manifest(path: str | os.PathLike[str]) -> bool:
-    """Return whether `path` is a manifest folder; it may also be another source, such as many paths joined by ::."""
+    """Return whether `path` is a manifest folder; `path` may be any source of data, such as many paths joined by ::."""
     return exists(Path(path) / _TABLE)
 
 

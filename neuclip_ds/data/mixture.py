@@ -133,7 +133,7 @@ class MixtureOrder:
             """Return whether the steps up to and including `step` take more than `taken` samples."""
             return self.taken(source, stream, step + 1) > taken
 
-        cycle = taken // int(self._rows_per_cycle[source])  # the S steps of each cycle take the same number of samples
+        cycle = taken // int(self._rows_per_cycle[source])  # each cycle of S steps takes the same number of samples
         steps = range(cycle * self._streams, (cycle + 1) * self._streams)
         return steps.start + bisect_left(steps, True, key=has_taken_more)
 

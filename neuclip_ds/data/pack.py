@@ -80,8 +80,9 @@ def choose_columns(table: PairTable, image: str | None = None, captions: Sequenc
     """Return the columns to pack; by default, the first image and caption columns with recognized names.
 
     Each of `captions` is MEMBER=COLUMN, or COLUMN for the member txt. Members become lowercase, as readers expect.
-    Raises UserError if a column does not exist, if no column has a recognized name, if a member is not txt or
-    PREFIX.txt, or if two columns have the same member.
+    Raises UserError if a column does not exist, if no column has a recognized name, if a member is neither txt nor
+    PREFIX.txt (where PREFIX contains no : or / and does not begin with an underscore), or if two columns have the same
+    member.
     """
     image = image or table.find_column(IMAGE_COLUMNS, "image", "pass the name of the column with --image")
     captions = captions or [
@@ -98,7 +99,7 @@ def choose_columns(table: PairTable, image: str | None = None, captions: Sequenc
     if len(by_member) < len(captions) or not all(map(_MEMBER.fullmatch, by_member)):
         raise UserError(
             f"--captions {' '.join(captions)} is not valid: write MEMBER=COLUMN, with a different member for each "
-            "column: txt or PREFIX.txt, such as syn.txt, where PREFIX does not begin with an underscore."
+            "column. A member is txt or PREFIX.txt, such as syn.txt; PREFIX must not contain : or /, or begin with _."
         )
     return Columns(image, by_member)
 
@@ -233,7 +234,10 @@ class _Contents(NamedTuple):
 
 
 def _survey(table: PairTable, columns: Columns) -> _Contents:
-    """Read the columns of images and captions; this takes 8 bytes of memory per cell."""
+    """Find the images of several rows and the members with several captions of an image, by reading their columns.
+
+    Keeps 8 bytes per cell in memory. Raises UserError if the table cannot be read.
+    """
     image_hashes = array("Q")
     caption_hashes = {member: array("Q") for member in columns.captions}  # 0 for rows without a caption or an image
     members_of_lines: set[str] = set()
@@ -290,8 +294,8 @@ def _group_rows(
 def _captions(columns: Columns, members_of_lines: Collection[str], rows: Collection[Row]) -> dict[str, list[str]]:
     """Return the captions of one image's rows, keyed by member.
 
-    In `members_of_lines`, and if there are several rows, runs of whitespace become single spaces. If there are several
-    rows, duplicate captions are omitted.
+    Runs of whitespace become single spaces in the members in `members_of_lines` or, if there are several rows, in all
+    members. Duplicate captions of several rows are omitted.
     """
     by_member = {}
     for member, column in columns.captions.items():

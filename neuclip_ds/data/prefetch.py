@@ -243,7 +243,7 @@ class Prefetcher(ForkProcess):
         window = RequestWindow(self._requests(), sizes, self._cache.capacity_bytes)
         pool = ThreadPoolExecutor(self._cache.downloads)
 
-        # the first requests, for which the run waits
+        # the first requests; the run waits until the shards that it needs first have begun to be fetched in pieces
         reached = self._reached.value
         admitted = self._admit(window, reached)
         self._has_begun.send(True)
@@ -267,7 +267,7 @@ class Prefetcher(ForkProcess):
     def _admit(self, window: RequestWindow, reached: int) -> list[ShardRequest]:
         """Move the window to batch `reached`, and return the new requests; their files may already be cached.
 
-        The shards in the window are marked as used, and those that are needed soon begin to be fetched in pieces.
+        Marks the shards in the window as used, and begins to fetch new shards that are needed soon in pieces.
         """
         admitted = window.move(reached, min(reached + self._ahead, self._end))
         if admitted:

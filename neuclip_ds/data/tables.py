@@ -289,7 +289,10 @@ def _count_rows(data: pyarrow.dataset.Dataset) -> int:
 def _fix_of_quotes(suggests_option: bool) -> str:
     """Return advice on a CSV or TSV file that cannot be read, as the end of a sentence; it may suggest --quotes=off."""
     if suggests_option:
-        return "correct that file, or set --quotes=off if its quotes are ordinary characters"
+        return (
+            "correct that file, set --quotes=off if its quotes are ordinary characters, or write the table as .jsonl "
+            "or .parquet"
+        )
     return "correct that file, or write the table as .jsonl or .parquet"
 
 
@@ -401,7 +404,7 @@ def read_image(source: bytes | str) -> bytes:
 def captions_of(value: Any) -> list[str]:
     """Return the nonblank captions in a table cell; in a list of captions, runs of whitespace become single spaces.
 
-    Numbers and dates are captions too, because the text of a CSV file is one if it looks like a number or a date.
+    Numbers and dates, except NaN, are captions too, as in CSV files, in which every cell is read as text.
     """
     if isinstance(value, list):
         return [" ".join(caption.split()) for cell in value for caption in captions_of(cell)]

@@ -74,7 +74,10 @@ class TrainingSet:
         return weights
 
     def smallest_source(self) -> tuple[str, int] | None:
-        """Return the path and size of a mixture's smallest source with a positive weight; None for a single dataset."""
+        """Return the path and the number of samples of a mixture's smallest source with a positive weight.
+
+        Returns None for a single dataset, or if no weight is positive.
+        """
         if not self.sources:
             return None
         in_use = []
@@ -195,9 +198,10 @@ def open_order(
     instead of it if training reads only stored features (`reads_shards` is false).
 
     Raises:
-        UserError: a source has fewer than 2 samples, or fewer than the `data.shard_streams` of a new run; the batch
-            size is incompatible with the number of samples or with `data.shard_streams`; the weights of a mixture are
-            invalid; or the files that a new run reads at the same time do not fit in the cache.
+        UserError: a source has fewer than 2 samples; a source of a new run's mixture has fewer samples than
+            `data.shard_streams`; the batch size is incompatible with the number of samples or with
+            `data.shard_streams`; the weights of a mixture are invalid; or the files that a new run reads at the same
+            time do not fit in the cache.
     """
     data = config.data
     seed = config.run.seed
@@ -249,8 +253,8 @@ def open_order(
             )
             if saved is None:
                 raise UserError(
-                    f"{problem}: set data.shard_streams to a divisor of data.batch_size that is at most {size}, or "
-                    "remove the source."
+                    f"{problem}: omit data.shard_streams, set it to a divisor of data.batch_size that is at most "
+                    f"{size}, or remove the source."
                 )
             log.warning("%s: to avoid this, start a new run", problem)
         return mixture
@@ -266,7 +270,7 @@ def open_order(
 def _check_cache(data: DataConfig, interleave: Interleave, needed_bytes: int, is_new: bool) -> None:
     """Check that a node's cache has room for the `needed_bytes` of files that the node reads at the same time.
 
-    Raises UserError if it has not and the run is new; logs a warning if the run resumes.
+    If not, raises UserError if the run is new, and logs a warning if it resumes.
     """
     if needed_bytes <= data.cache_gb * 1e9:
         return

@@ -242,7 +242,7 @@ class _Worker:
             waiting_since = time.monotonic()
 
     def _arrived_bytes(self) -> int:
-        """Return how many bytes of shards are in the node's cache."""
+        """Return how many bytes of complete and partial shards are in the node's cache; 0 without a cache."""
         return 0 if self._options.cache is None else self._options.cache.arrived()
 
     def stop(self) -> None:

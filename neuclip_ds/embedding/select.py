@@ -64,10 +64,10 @@ def select(
     A rule with `top` needs about 25 bytes of memory per row, and each kept uid takes 56 bytes. Sources are parquet
     files, or folders that contain parquet files at any depth. `out` and the files in `within` are .npy files of pairs
     of 64-bit words (dtype `u8,u8`). Only uids that are in every `within` file are kept, and `refine` may drop more.
-    Raises UserError if a source contains no parquet files or unfinished features, if a file cannot be read, if the
+    Raises UserError if a source contains unfinished features or no parquet files, if a file cannot be read, if the
     first file lacks a column (where another file lacks one, its values count as missing), if `column` is not numeric or
-    `uid_column` contains no texts, if a file in `within` is not sorted, if no uid remains before `refine`, if `refine`
-    raises it, or if `out` cannot be written.
+    `uid_column` is not a column of texts, if a file in `within` is not sorted, if no uid remains before `refine`, if
+    `refine` raises it, or if `out` cannot be written.
     """
     files: list[Path] = []
     for source in sources:
@@ -183,7 +183,11 @@ def feature_tables(folder: Path) -> list[Path]:
 
 
 def _complete_tables(folder: Path) -> list[Path]:
-    """Return the tables in a folder of features; raise UserError if `neuclip-ds embed` has not written all parts."""
+    """Return the tables in a folder of features.
+
+    Raises UserError if `neuclip-ds embed` has not written all parts, if the folder contains no features, or if its
+    embedding.json cannot be read.
+    """
     path = folder / EMBEDDING
     with explained(f"{path} cannot be read", "run `neuclip-ds embed` again with another --out"):
         embedding = json.loads(path.read_text(encoding="utf-8"))

@@ -316,7 +316,8 @@ def open_held_out(config: Config, communicator: Communicator, folder: Path, trai
 def metric_names(config: Config, held_out: HeldOut) -> list[str]:
     """Return the names of the results of a run's evaluations, except chance levels.
 
-    A result may be missing if an evaluation set has no example of a metric.
+    An evaluation lacks the score of a task, and the averages over this task, if the task's main metric is undefined for
+    its set.
     """
     names: list[str] = []
     if held_out.pairs is not None:

@@ -1,9 +1,9 @@
 """Scores on disk in the layout of DataComp's evaluation, averages over tasks, and a summary in Markdown.
 
 `eval_results.jsonl` contains one line per task, {"key": ..., "dataset": ..., "metrics": {..., "main_metric": ...}},
-appended when the task is done. `model.json` contains the model's name, precision and the hash of its weights; a folder
-with scores of another name, precision or hash is refused. A line may also have a "data" field, which identifies the set
-and its files; DataComp's own files lack this field.
+appended when the task is done. `model.json` contains the model's name, its precision and the hash of its weights; a
+folder with scores of another name, precision or hash is refused. A line may also have a "data" field, which identifies
+the set and its files; DataComp's own files lack this field.
 """
 
 import json

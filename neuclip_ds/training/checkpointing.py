@@ -38,8 +38,8 @@ class SaveCheckpoints(Hook):
         """Save a checkpoint now; if that fails, record an event and let training continue.
 
         After a failure, further calls in the same step do nothing: evaluations also save, and a step in which the disk
-        is full must count as one failure. Raises `UserError` instead if the save that failed is the last one or the
-        third in a row, and `TrainingDiverged` if replicated state differs between ranks.
+        is full must count as one failure. Raises `UserError` if the save that failed is the last one or the third in a
+        row, and `TrainingDiverged` if replicated state differs between ranks.
         """
         if self._failures and self._last_attempt == loop.done:
             return

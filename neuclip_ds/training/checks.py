@@ -59,7 +59,7 @@ def check_config(config: Config, world_size: int) -> None:
 
 
 def _check_effect(config: Config) -> None:
-    """Raise `UserError` if an option has no effect, because another option does not have the value that it needs.
+    """Raise `UserError` if an option has no effect, because the option that it depends on is unset or has other values.
 
     Saved configs contain all options, so only options whose values differ from their defaults count as set. Configs of
     earlier versions may contain options without effect, so `Config` accepts them.

@@ -77,7 +77,8 @@ def without_batch_norm_updates(engine: Engine) -> Iterator[None]:
 def load_recovered_state(checkpoint: Path, context: RunContext, loss: ContrastiveLoss) -> None:
     """Load the recovered state selected by `recovery.restore` into an engine and a new loss.
 
-    The engine may be new, or have run the recovery loop, whose optimizer state it then loses unless it is restored.
+    The engine may be new or have run the recovery loop. Its optimizer state is cleared first, so without `moments` in
+    `recovery.restore`, training starts without moments.
 
     Raises `UserError` if moments are loaded and the recovery had a different model, different weights or a different
     optimizer, or if u is loaded and the recovery had different data, a different temperature or reference model, or a

@@ -360,9 +360,9 @@ def start_encoders(
 
     If the run resumes from the checkpoint `resumed`, the description keeps the checkpoint's temperature, bias and hash
     of the weights that the run started from, because that model may have been replaced since. Returns the engine, the
-    encoders' temperature and bias, and the number of parameters. Raises `UserError` if the model cannot be loaded or
-    does not support an option, if `staged` cannot be written, or if stored outputs of frozen trunks do not fit the
-    model.
+    encoders' initial temperature and bias, and the number of parameters. Raises `UserError` if the model cannot be
+    loaded or does not support an option, if `staged` cannot be written, or if stored outputs of frozen trunks do not
+    fit the model.
     """
     torch.manual_seed(config.run.seed)  # the same weights on every rank
     model, logits = source.load(data.tokenizer)
@@ -649,7 +649,7 @@ class Loop:
             state = self._hook_states.get(name)
             if state is not None:
                 hook.load_state(state)
-        # after the states, because an error in a hook must not cost records; before the starts, which may write records
+        # after `load_state`, because an error in it must not delete records; before `start`, which may write records
         self._open_records()
         compiled_now = self.context.compilation
         if compiled_now != self._compiled_before:
@@ -677,7 +677,7 @@ class Loop:
     def _open_records(self) -> None:
         """Open the metrics and events, which only rank 0 writes, and drop those of steps after the current step.
 
-        Sets `metrics` until the loop ends. Raises `UserError` on all ranks if a file cannot be opened.
+        Sets `metrics` on rank 0 until the loop ends. Raises `UserError` on all ranks if a file cannot be opened.
         """
         communicator = self.context.communicator
 

@@ -176,7 +176,7 @@ def tars_in(folder: Path) -> list[str]:
 def captions_of(sample: Mapping[str, bytes]) -> list[str]:
     """Return all captions of a sample of a shard, whose members are given by extension.
 
-    They are the list `captions` in the JSON or, without it, the lines of the text.
+    They are the list `captions` in the JSON or, without it, the nonblank lines of the text.
     """
     captions: list[str] = json.loads(sample.get("json", b"{}")).get("captions")
     if captions:
