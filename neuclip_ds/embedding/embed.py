@@ -102,12 +102,14 @@ class Parts:
         self._identity = {"format": FORMAT, **identity}
         self._job = job_hash(self._identity)
         self._views = max(1, int(identity["crops"]))
+        self._layout: str | None = None  # of the samples from which the parts were made; None if it is not known
 
     def finish(self, manifest: Manifest) -> None:
         """Record the parts' sizes in bytes, which readers need if a server with a copy of the folder cannot list it."""
         sizes = {path.name: path.stat().st_size for path in self.folder.glob(f"part-*{PART_SUFFIX}")}
         part_bytes = [sizes.get(part_name(shard), 0) for shard in range(manifest.n_shards)]
-        _write_json(self.folder / EMBEDDING, {**self._identity_for(manifest), PART_BYTES: part_bytes})
+        content = {**self._identity_for(manifest), LAYOUT: self._layout, PART_BYTES: part_bytes}
+        _write_json(self.folder / EMBEDDING, content)
 
     def _identity_for(self, manifest: Manifest) -> dict[str, Any]:
         return {
@@ -125,23 +127,33 @@ class Parts:
         """
         identity = self._identity_for(manifest)
         path = self.folder / EMBEDDING
+        stored: Mapping[str, Any] = {}
         if path.is_file():
-            self._check_identity(path, identity, manifest)
+            stored = self._check_identity(path, identity, manifest)
         with explain_disk(self.folder, "choose another --out"):
             self.folder.mkdir(parents=True, exist_ok=True)
-            _write_json(path, identity)
+            shards = self._shards_with_parts()
+            self._layout = identity[LAYOUT]
+            if shards and stored.get(LAYOUT) is None:
+                self._layout = None  # the parts may have been made from other samples
+            elif self._layout is None and stored.get("shards") == manifest.n_shards:
+                self._layout = stored[LAYOUT]
+            _write_json(path, {**identity, LAYOUT: self._layout})
+        return shards
+
+    def _shards_with_parts(self) -> list[int]:
+        """Return the numbers of the shards that have parts; a part consists of a table and a file with the features."""
         matches = [_PART_NAME.fullmatch(table.name) for table in feature_tables(self.folder)]
         shards = [int(match[1]) for match in matches if match]
-        # a part consists of a table and a file with the features
         return [shard for shard in shards if (self.folder / part_name(shard)).is_file()]
 
-    def _check_identity(self, path: Path, identity: Mapping[str, Any], manifest: Manifest) -> None:
-        """Raise UserError if the file cannot be read or describes a different job.
+    def _check_identity(self, path: Path, identity: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:
+        """Return the content of the file; raise UserError if it cannot be read or describes a different job.
 
         Shards may have been appended to the dataset since the file was written.
         """
         with explained(f"{path} cannot be read", f"choose another --out, or delete {self.folder}"):
-            stored = json.loads(path.read_text(encoding="utf-8"))
+            stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             shards = stored["shards"]
             expected = {**identity, "shards": shards, "data": manifest.hash_of_first(shards)}
             layout = manifest.layout_of_first(shards)
@@ -154,6 +166,7 @@ class Parts:
             if name in _HASHES:
                 problem = _HASHES[name]
             raise UserError(f"{self.folder} contains features of {problem}: choose another --out.")
+        return stored
 
     def write(self, encoded: EncodedShard, manifest: Manifest) -> int:
         """Write a shard's part; return its number of samples.

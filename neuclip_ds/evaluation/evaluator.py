@@ -354,9 +354,10 @@ def check_measured(best_metric: str, names: Iterable[str]) -> None:
     """Raise `UserError` if `run.best_metric` is not among the names of an evaluation's results."""
     names = list(names)
     if best_metric not in names:
+        suggested = scores_among(names) or names
         raise UserError(
             f"run.best_metric={best_metric} is not a metric of this run's evaluation; set it to one of "
-            f"{', '.join(scores_among(names))}."
+            f"{', '.join(suggested)}."
         )
 
 

@@ -397,6 +397,26 @@ def test_shards_of_the_same_size_with_other_samples_are_refused(tmp_path: Path) 
     check_data(record, shuffled, "The checkpoint", "give the run another name")
 
 
+def test_the_recorded_layout_is_that_of_the_parts(tmp_path: Path, manifest: Manifest) -> None:
+    """A manifest from side files does not know how the samples lie in the shards, so it cannot record or replace it."""
+
+    def layout() -> str | None:
+        return json.loads((folder / "embedding.json").read_text())["layout"]
+
+    without = Manifest([replace(shard, layout=None) for shard in manifest.shards])
+    folder = tmp_path / "known"
+    write(folder, manifest)
+    known = layout()
+    assert known is not None
+    write(folder, without)
+    assert layout() == known
+
+    folder = tmp_path / "unknown"
+    write(folder, without)
+    write(folder, manifest)
+    assert layout() is None, "other samples may have been encoded"
+
+
 def test_a_table_that_changes_during_training_ends_the_run(tmp_path: Path, manifest: Manifest, features: Path) -> None:
     other_job = tmp_path / "other"
     write(other_job, manifest, crops=2, crop_scale=0.5, seed=8, captions=CAPTIONS, all_captions=True)

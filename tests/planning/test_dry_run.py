@@ -97,6 +97,10 @@ def write_checkpoint(run: Path) -> None:
         (["--run.best_metric=recall", "--data.val=2"], r"not a metric of .* one of image_to_text_recall@1, "),
         (["--run.best_metric=ema/text_to_image_recall@5", "--data.val=2"], "not a metric"),
         (["--run.best_metric=ema/text_to_image_recall@5", "--data.val=2", "--ema.decay=0.9"], ""),
+        (
+            ["--run.best_metric=loss", "--run.normalizer_anchors=4", "--objective.method=sogclr"],
+            "one of .*normalizer_mse",
+        ),
         (["--run.best_metric=normalizer_mse", "--run.normalizer_anchors=4", "--objective.method=sogclr"], ""),
         (["--run.normalizer_anchors=4", "--objective.method=siglip"], "measures normalizers, but .*siglip"),
         (["--recovery.reuse=nothing", "--recovery.epochs=1"], "nothing contains no complete checkpoint"),
