@@ -17,9 +17,9 @@ class ZeroRules:
     stage: int  # of ZeRO
     wrapper: Wrapper
     offloads: bool  # whether the optimizer state and masters are in host memory
-    weight: int  # bytes of an element of the weights
-    accumulated: int  # bytes of an element of gradients while they accumulate
-    sent: int  # bytes of an element of gradients that are sent between ranks
+    weight: int  # bytes per element of the weights
+    accumulated: int  # bytes per element of the gradients while they accumulate
+    sent: int  # bytes per element of the gradients when they are sent between ranks
     zero: ZeroOptions
 
     @staticmethod

@@ -181,7 +181,7 @@ class _Call(NamedTuple):
     """Whether the arguments cannot be used; the other fields are then ignored."""
     training: bool
     image_dtype: int
-    """Number of the dtype, as from `_number_of`."""
+    """Number of the image features' dtype, from `_number_of`; `text_dtype` is that of the text features."""
     text_dtype: int
     stored: int
     """Hash of the number, widths and dtypes of stored features; a hash of integers is the same in all processes."""

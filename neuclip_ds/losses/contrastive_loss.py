@@ -714,7 +714,7 @@ class ContrastiveLoss(nn.Module):
         training: bool,
         stored: StoredBatch,
     ) -> int:
-        """Check the arguments of a call, call `_move_to`, and return the number of rows that each rank sends.
+        """Check a call's arguments, move the state to the features' device, and return the number of rows to send.
 
         This is the largest number of rows on any rank; without `validates`, it is this rank's number.
 
