@@ -1,4 +1,4 @@
-"""Functions that torch.compile compiles, and that run uncompiled where it does not work."""
+"""Compile functions with torch.compile, and run them uncompiled where it fails."""
 
 import logging
 from collections.abc import Callable
@@ -12,10 +12,10 @@ log = logging.getLogger(__name__)
 class Compiler:
     """Compiles functions with torch.compile at their first call; once a compiled call fails, all run uncompiled.
 
-    A copied or unpickled compiler has not compiled anything yet.
+    The first failure is logged as a warning. A copied or unpickled compiler has not compiled anything yet.
 
     Args:
-        consequence: what the warning about a failed call says about the run.
+        consequence: effect of a failure, as a clause for the warning, such as `the towers run uncompiled and slower`.
     """
 
     def __init__(self, consequence: str) -> None:
@@ -30,8 +30,9 @@ class Compiler:
         """Return the compiled version of `function`; equal arguments give the same version.
 
         Args:
-            function: the function; after a failure, it is called with the same arguments again. A module among its
-                arguments may differ from call to call. Graphs are shared between modules of the same structure.
+            function: the function. It must not change its arguments, because after a failure it is called with them
+                again. A module among its arguments may differ from call to call; modules of the same structure share
+                graphs.
             dynamic: as in `torch.compile`: true compiles for all sizes from the start; None does so only after a size
                 has changed, with a second compilation.
         """

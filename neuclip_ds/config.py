@@ -43,7 +43,7 @@ TOKENIZER = "tokenizer"  # folder of the tokenizer, next to CONFIG, if the model
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 _MOST_NAME_BYTES = 255  # file systems refuse longer names of files and folders
-_MOST_RUN_NAME_BYTES = _MOST_NAME_BYTES - len("..starting")  # in the name of the run's staging folder
+_MOST_RUN_NAME_BYTES = _MOST_NAME_BYTES - len("..starting")  # the run's staging folder is called .NAME.starting
 
 
 def _usable(path: str) -> str:
@@ -61,8 +61,8 @@ Location = Annotated[str, AfterValidator(_usable)]
 
 class RunConfig(Section):
     name: str | None = None
-    """Name of the run's folder: up to 200 letters, digits and any of _ . , = + @ -, and up to 245 bytes, beginning with
-    a letter, a digit or _. By default, the recipe's name."""
+    """Name of the run's folder: up to 200 letters, digits and any of _ . , = + @ -, with at most 245 bytes in UTF-8,
+    beginning with a letter, a digit or _. By default, the recipe's name."""
     output_dir: LocalPath = Path("runs")
     """Folder for all runs; the config, log, metrics and checkpoints of a run are in OUTPUT_DIR/NAME."""
     seed: int = Field(0, ge=0)

@@ -42,7 +42,7 @@ def expand_user(path: str) -> str:
 
 
 def exists(path: Path | str) -> bool:
-    """Return whether a path exists; `Path.exists` raises OSError if a name in the path is too long for a file."""
+    """Return whether a path exists; False, instead of the OSError of `Path.exists`, if a name in it is too long."""
     try:
         return Path(path).exists()
     except OSError as error:
@@ -153,7 +153,7 @@ def claimed(path: Path) -> Iterator[bool]:
 def _remove_abandoned(folder: Path, pattern: str) -> None:
     """Remove temporary files and folders left by killed writers, that is, those that no live process has claimed.
 
-    Only files and folders in `folder` are removed whose whole name matches the regular expression `pattern`.
+    Only files and folders in `folder` whose whole name matches the regular expression `pattern` are removed.
     """
     for path in folder.glob("*"):
         if not re.fullmatch(pattern, path.name):

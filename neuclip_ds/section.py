@@ -46,11 +46,14 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Reject YAML's `yes` and `true`, which pydantic would read as the number 1; `no` and `false` remain 0."""
+        """Reject YAML's `yes`, `on` and `true`, which pydantic would read as 1; `no`, `off` and `false` remain 0."""
         if value is True and info.field_name is not None:
             annotation = cls.model_fields[info.field_name].annotation
             if not _accepts_switch(annotation):
-                raise ValueError("true is not a value of this option; see its type in `train --help all`")
+                raise ValueError(
+                    "true is not a value of this option (YAML reads yes and on as true); `neuclip-ds train --help all` "
+                    "shows its type"
+                )
         return value
 
     @field_validator("*", mode="after")
@@ -121,8 +124,8 @@ def read_yaml(text: bytes | str) -> Any:
     """Return the content of a YAML document; None if it is empty.
 
     Raises `ValueError` or `yaml.YAMLError` if the document is invalid. This includes a key that a mapping contains
-    twice, aliases that contain themselves, and more than 100,000 values after all aliases are expanded: merging and
-    validating such options would take too long or never end.
+    twice. It also includes aliases that contain themselves, and more than 100,000 values after all aliases are
+    expanded, because merging and validating such options would take too long or never end.
     """
     loader = yaml.SafeLoader(text)
     try:
@@ -174,8 +177,8 @@ def _check_keys(node: yaml.Node) -> None:
         name = (key.tag, key.value)
         if name in lines:
             raise ValueError(
-                f"the key {key.value!r} occurs twice, in lines {lines[name]} and {line}; write its options under one "
-                "key"
+                f"the key {key.value!r} occurs twice, in lines {lines[name]} and {line}; keep one of them, with all "
+                "options if it is a section"
             )
         lines[name] = line
 
@@ -185,7 +188,9 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for key, value in pairs:
         if key in content:
-            raise ValueError(f"the key {key!r} occurs twice in an object; write its options under one key")
+            raise ValueError(
+                f"the key {key!r} occurs twice in an object; keep one of them, with all options if it is a section"
+            )
         content[key] = value
     return content
 

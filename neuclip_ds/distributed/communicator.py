@@ -73,8 +73,8 @@ class Communicator:
         group: process group of the ranks; by default, torch's default group.
         host_group: process group of the same ranks for objects and tensors in host memory; by default, `group`.
         store: store that the same ranks share; `count` requires it if there are several ranks.
-        world_size: number of ranks, of which this is rank 0, in place of the group's: 1 for a communicator that sends
-            nothing, and more to plan for that many ranks without calling them.
+        world_size: number of ranks to use instead of the group's; this process is then rank 0. With 1, nothing is sent.
+            A larger number is only for planning, in which no collective is called.
 
     Attributes:
         rank: rank of this process, 0 <= rank < world_size.
@@ -244,7 +244,7 @@ class Communicator:
     def on_rank_zero(self, work: Callable[[], J]) -> J:
         """Run `work` on rank 0 and return its JSON-serializable result on all ranks.
 
-        In a list or a dict, JSON replaces tuples by lists and keys by strings; `value_from_rank_zero` keeps all types.
+        JSON turns tuples into lists, and the keys of dicts into strings; `value_from_rank_zero` preserves both.
 
         A `UserError` on rank 0 is raised on every rank, so that no rank waits for a failed one. Ranks that have not
         imported the error's class raise an error of one of its base classes.
@@ -270,13 +270,13 @@ class Communicator:
         """Run `work` on rank 0 and return its result, of the type `kind`, on all ranks.
 
         Args:
-            kind: any type that pydantic converts to JSON and back, such as a dataclass, a NamedTuple or `Best | None`.
+            kind: any type that pydantic converts to JSON and back, such as a dataclass, a NamedTuple or `Path | None`.
                 In values of the type `Any`, infinity and NaN arrive as None.
             work: function that rank 0 calls.
 
         Raises:
-            UserError: `work` raised it on rank 0, as in `on_rank_zero`.
-            ValidationError: pydantic's error if the result is not of the type `kind`.
+            UserError: on all ranks, if `work` raised it on rank 0, as in `on_rank_zero`.
+            ValidationError: pydantic's error, on all ranks, if the result is not of the type `kind`.
         """
         adapter = TypeAdapter(kind)
         sent = self.on_rank_zero(lambda: adapter.dump_python(work(), mode="json"))

@@ -18,7 +18,7 @@ from neuclip_ds.errors import UserError
 
 
 class _Variables(NamedTuple):
-    """Names of a launcher's variables."""
+    """Names of the environment variables in which a launcher passes a rank's numbers."""
 
     rank: str
     local_rank: str

@@ -106,9 +106,9 @@ def deferring() -> AbstractContextManager[None]:
 
 
 def raising_at_once() -> AbstractContextManager[None]:
-    """Raise `Interrupted` for a recorded stop signal before the block, and for one that arrives during the block.
+    """Raise `Interrupted` before the block if a stop signal has been recorded, and at once if one arrives during it.
 
-    The block is nested in `deferring`, for example because it waits for storage.
+    Use this within `deferring` for work that may take long, such as waiting for storage.
     """
     return _with_deferral(False)
 

@@ -333,7 +333,7 @@ class Engine:
         optimizer.state[master] = {**state, **tensors}
 
     def clear_optimizer_state(self) -> None:
-        """Drop the optimizer's state of all master weights, of which a new engine has none either."""
+        """Drop the optimizer's state of all master weights on this rank; a new engine has none either."""
         self._deepspeed.basic_optimizer.state.clear()
 
     @contextmanager
@@ -388,9 +388,9 @@ class Engine:
 
 
 def nan_unless_finite(value: Tensor, checked: Tensor) -> Tensor:
-    """Return `value`, or NaN if `checked` is not finite, without a copy to the host.
+    """Return `value`, or NaN if `checked` is not finite, without a copy to the host; both are 0-dim.
 
-    The gradients are then NaN as well, and the optimizer rejects them on all ranks.
+    The gradients of a NaN result are NaN as well, and the optimizer rejects them on all ranks.
     """
     return value * (1 + 0 * checked)
 

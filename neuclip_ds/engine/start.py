@@ -97,8 +97,8 @@ def start_engine(
 def _compute_in_float32(layer: nn.Module) -> None:
     """Make a batch-norm layer a `_Float32BatchNorm`, in place.
 
-    Batch norms have several classes (of torch and timm), whose forward methods must stay in use. The layer therefore
-    gets a new class, which inherits from its own.
+    Batch-norm layers have several classes, of torch and of timm, whose forward methods must still be called. The layer
+    therefore gets a new class that inherits from its present one.
     """
     own_class = type(layer)
     layer.__class__ = type(own_class.__name__, (_Float32BatchNorm, own_class), {})

@@ -12,14 +12,14 @@ _FIXED_BUCKET = 500_000_000  # elements that wrappers without a configured bucke
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroRules:
-    """DeepSpeed's behavior under a config; sizes are in bytes per element."""
+    """DeepSpeed's behavior under a config."""
 
-    stage: int
+    stage: int  # of ZeRO
     wrapper: Wrapper
     offloads: bool  # whether the optimizer state and masters are in host memory
-    weight: int
-    accumulated: int  # gradients while they accumulate
-    sent: int  # gradients sent between ranks
+    weight: int  # bytes per element of the weights
+    accumulated: int  # bytes per element of the gradients while they accumulate
+    sent: int  # bytes per element of the gradients when they are sent between ranks
     zero: ZeroOptions
 
     @staticmethod
@@ -55,12 +55,12 @@ class ZeroRules:
 
     @property
     def bucket(self) -> int:
-        """Number of elements that are reduced at once."""
+        """Largest number of elements that are reduced at once."""
         return self.zero.reduce_bucket_size if self.bucketed else _FIXED_BUCKET
 
     @property
     def overlaps(self) -> bool:
-        """Whether buckets are sent during the backward pass."""
+        """Whether the backward pass continues while a bucket is sent."""
         overlap_comm = self.zero.overlap_comm
         if overlap_comm is None:
             overlap_comm = self.stage == 3
@@ -68,14 +68,15 @@ class ZeroRules:
 
     @property
     def reduces_at_end(self) -> bool:
-        """Whether gradients are reduced after the last one: in stage 1, unless buckets are sent before."""
+        """Whether ZeRO 1 reduces gradients only after the last one is computed, because buckets do not overlap."""
         return self.stage == 1 and not self.overlaps
 
     @property
     def creates_one_by_one(self) -> bool:
         """Whether the backward pass allocates the gradients one by one, and all of them exist when it ends.
 
-        `ZERO_1_2` does so if gradients are reduced at the end and are copied neither to another dtype nor to the host.
+        `ZERO_1_2` does so only if gradients are reduced at the end and are copied neither to another dtype nor to the
+        host. `ZERO_3` never does so, and the other wrappers always do.
         """
         if self.wrapper is Wrapper.ZERO_1_2:
             return self.reduces_at_end and self.accumulated == self.weight and not self.offloads

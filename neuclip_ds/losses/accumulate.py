@@ -149,7 +149,7 @@ class MicroBatches:
 
 @dataclass(frozen=True, kw_only=True)
 class _Added:
-    """What `TwoPass.add` stores of a micro-batch, in addition to its features."""
+    """A micro-batch that was passed to `TwoPass.add`, without its features."""
 
     rows: slice  # among the rows of the whole batch
     index: Tensor | None
@@ -172,7 +172,7 @@ class TwoPass:
         self._begun = 0  # micro-batches of the first pass, including one that has not been added yet
         self._added: list[_Added] = []
         self._first_pass: tuple[Tensor, Tensor] | None = None  # the features, once the loss is computed
-        self._done = 0  # micro-batches of the second pass
+        self._done = 0  # micro-batches that the second pass has completed
         self._backpropagated_rows = 0
 
     @contextmanager

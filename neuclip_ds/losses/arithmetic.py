@@ -56,7 +56,8 @@ def log_sum_exp(x: Tensor, dim: int, out: Tensor | None) -> Tensor:
 def leaf_of(x: Tensor) -> Tensor:
     """Return the values of x as a leaf of a new graph; call this outside inference mode.
 
-    Tensors that were created in inference mode, as in many evaluation loops, cannot be part of a graph and are copied.
+    Tensors that were created in inference mode, as in many evaluation loops, cannot be part of a graph and are copied;
+    otherwise, the leaf shares the memory of x.
     """
     leaf = x.clone() if x.is_inference() else x.detach()
     return leaf.requires_grad_()

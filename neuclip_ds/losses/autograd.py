@@ -84,7 +84,10 @@ class AutogradLoss(LossFunction):
                 f"The loss must be a scalar, but the function returned a tensor of shape {tuple(loss.shape)}."
             )
         if not loss.requires_grad:
-            raise TypeError("The loss must depend on the features, but the function's result has no gradient.")
+            raise TypeError(
+                "The loss must depend on the features, but the function's result does not require a gradient: compute "
+                "it from the features, without detach() or torch.no_grad()."
+            )
         image_gradient, text_gradient = torch.autograd.grad(
             loss, (image, text), allow_unused=True, materialize_grads=True
         )

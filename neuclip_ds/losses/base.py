@@ -200,7 +200,10 @@ class LossFunction(Stateful):
 
 
 def sum_over_ranks(communicator: Communicator, terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the sums over ranks of 0-dim tensors, by name, with one all-reduce."""
+    """Sum 0-dim tensors over ranks in one all-reduce, and return the sums by name.
+
+    All ranks must call this with the same names in the same order.
+    """
     sums = communicator.all_reduce(torch.stack(list(terms.values())), "scalars")
     return dict(zip(terms, sums.unbind(), strict=True))
 

@@ -15,12 +15,12 @@ def batch_norms(module: nn.Module) -> list[BatchNorm]:
 
 @contextmanager
 def kept_statistics(layers: Sequence[BatchNorm]) -> Iterator[None]:
-    """Keep the running means and variances of batch-norm layers, and their counts of passes, unchanged in a block.
+    """Leave the running statistics of batch-norm layers, including `num_batches_tracked`, as they were before a block.
 
     Layers in training mode still normalize with batch statistics.
     """
     momenta = [layer.momentum for layer in layers]
-    # a layer with momentum=None averages over as many passes as it has counted
+    # with momentum=None, running statistics are averages over `num_batches_tracked` passes
     counts = [None if layer.num_batches_tracked is None else layer.num_batches_tracked.clone() for layer in layers]
     for layer in layers:
         layer.momentum = 0.0

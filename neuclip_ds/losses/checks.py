@@ -12,7 +12,7 @@ _TOLERANCE = 2e-2  # on a row's norm, since rows may have been rounded to bfloat
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 StoredForm = tuple[int, torch.dtype, torch.dtype]
-"""Width of stored features, and dtypes of their images and texts."""
+"""Width of stored features, and the dtypes of the image and text features."""
 
 
 def problem_with_features(image: Any, text: Any, dim: int) -> str | None:
@@ -59,7 +59,8 @@ def problem_with_rows(index: Any, valid: Any, rows: int, samples: int) -> str | 
     """Return a message if `index` or `valid` cannot be used for a batch of `rows` rows, else None.
 
     Args:
-        index: (rows,) integers in host memory, in [0, samples) for valid rows; or None.
+        index: (rows,) integers in host memory, for valid rows in [0, samples), or at least 0 if `samples` is 0; or
+            None.
         valid: (rows,) bool in host memory, or None if all rows are valid.
         rows: number of rows of the batch.
         samples: size n of the training set, or 0 if it is unknown because the loss does not need the index.
@@ -148,7 +149,7 @@ def raise_if_ranks_disagree(
 
     Raises:
         ValueError: on all ranks, if any rank has a problem, or if ranks differ in training mode, in the dtypes of the
-            features, or in the widths or dtypes of stored features.
+            features, or in the number, widths or dtypes of stored features.
     """
     if communicator.world_size > 1:
         numbers: list[int] = []
@@ -173,21 +174,21 @@ def raise_if_ranks_disagree(
 
 
 class _Call(NamedTuple):
-    """What a rank tells the other ranks about its call; all fields are sent as integers."""
+    """Description of a rank's call, which the ranks exchange; all fields are sent as integers."""
 
     rows: int
     failed: bool
     """Whether the arguments cannot be used; the other fields are then ignored."""
     training: bool
     image_dtype: int
-    """Number of the dtype, as from `_number_of`."""
+    """Number of the image features' dtype, from `_number_of`; `text_dtype` is that of the text features."""
     text_dtype: int
     stored: int
-    """Hash of the stored features' widths and dtypes; a hash of integers is the same in all processes."""
+    """Hash of the number, widths and dtypes of stored features; a hash of integers is the same in all processes."""
 
 
 def _number_of(dtype: torch.dtype) -> int:
-    """Return the position of a dtype in `_DTYPES`, or its length for a dtype that cannot be used."""
+    """Return the position of a dtype in `_DTYPES`, or `len(_DTYPES)` for a dtype that cannot be used."""
     return _DTYPES.index(dtype) if dtype in _DTYPES else len(_DTYPES)
 
 

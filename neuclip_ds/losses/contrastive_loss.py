@@ -43,14 +43,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class _StoredKind:
-    """A kind of stored features, in the words of messages."""
+    """Wording of messages about one kind of stored features."""
 
     option: str
     """Option that requires the features in every batch."""
     form: str
     """Argument in which to pass the features."""
     use: str
-    """What the features are for, with the option in brackets."""
+    """Purpose of the features, followed by the option in parentheses."""
     advice: str
     """What to do if a loss cannot use the features."""
 
@@ -348,8 +348,8 @@ class ContrastiveLoss(nn.Module):
             RuntimeError: activation checkpointing repeats the call, which would update the loss's state twice;
                 `pending` is not the batch of the last `begin`, or is omitted although `begin` was called; the features
                 of `pending` are incomplete, or another optional argument is passed with it; `begin` and this call
-                differ in training mode or in the number of rows; or, with `pending`, the features are float64, but the
-                loss's `dtype` is not.
+                differ in training mode or in the number of rows; or, with `pending`, the width of the features is not
+                `dim`, or the features are float64, but the loss's `dtype` is not.
         """
         if pending is not self._pending:
             raise RuntimeError(
@@ -562,8 +562,8 @@ class ContrastiveLoss(nn.Module):
     def load(self, folder: Path | str) -> None:
         """Read the state that `save` wrote, including `lr`; the number of ranks may differ. All ranks must call `load`.
 
-        If `steps_per_epoch` differs from that of the saved state, for example because the global batch has changed, the
-        count of training calls is scaled, so that training continues in the same epoch.
+        If the saved loss and this one were built with different values of `steps_per_epoch`, for example because the
+        global batch has changed, the count of training calls is scaled, so that training continues in the same epoch.
 
         Raises:
             UserError: the folder is incomplete or cannot be read, or was saved with a different `method`, `dim`,
@@ -597,7 +597,8 @@ class ContrastiveLoss(nn.Module):
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Restore this rank's state from a `state_dict()` saved by the same rank with the same world size.
 
-        Raises `UserError` if the rank, the world size, or a setting that `load` compares differs.
+        Like `load`, it restores `lr` and scales the count of training calls. Raises `UserError` if the rank, the world
+        size, or a setting that `load` compares differs.
         """
         self._prepare_to_load(state, "The state_dict")
         ranks = self._communicator
@@ -713,12 +714,14 @@ class ContrastiveLoss(nn.Module):
         training: bool,
         stored: StoredBatch,
     ) -> int:
-        """Check the arguments of a call, move the state to the features' device and dtype, and return the rows to send.
+        """Check a call's arguments, move the state to the features' device, and return the number of rows to send.
 
         This is the largest number of rows on any rank; without `validates`, it is this rank's number.
 
         Raises:
-            ValueError: the arguments cannot be used; with `validates`, on all ranks, also if ranks disagree.
+            ValueError: with `validates`, on all ranks, the arguments of any rank cannot be used, or ranks disagree;
+                without `validates`, the stored features cannot be used or are missing; or the rank or the world size
+                has changed since the first training call.
         """
         if not self.validates:
             self._move_to(image)

@@ -12,8 +12,8 @@ In each step, all ranks make these calls in the same order. A call of the loss w
     loss_fn(image, text, pending=pending)     calls `pending.gathered`, which waits for the features of all ranks, and
                                               then the method's function, which waits for the statistics
 
-If the step does not need the features of other ranks (`LossFunction.gathers`), the ranks only exchange their numbers of
-valid rows.
+If the step does not need the features of other ranks (`LossFunction.gathers`), and every rank has at least two valid
+rows, the ranks only exchange their numbers of valid rows.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class PendingBatch:
             begin_reads: function that starts reading the samples' statistics; None if the loss has none.
             sends_features: whether the step needs the features of all ranks.
             training: whether the step updates the state of the loss.
-            uses_stored: whose stored features the loss can use.
+            uses_stored: names of the stored features that the loss can use: `reference`, `teacher`.
         """
         self.rows = len(index)
         self.position = position
@@ -88,8 +88,8 @@ class PendingBatch:
         self._sends_features = sends_features  # becomes True in `gathered` if a rank has too few valid rows
         self._uses_stored = uses_stored
         self._local_index = torch.where(valid, index, -1)
-        self._index = Pending(self._local_index)  # of this rank; if features are sent, of all ranks
-        self._valid_counts: Pending | None = None  # on each rank; exchanged only if features are not sent
+        self._index = Pending(self._local_index)  # this rank's indices or, if features are sent, those of all ranks
+        self._valid_counts: Pending | None = None  # of each rank; exchanged only if features are not sent
         self._images: list[Pending] = []
         self._texts: list[Pending] = []
         self._image_rows = 0  # of this rank, added so far
@@ -126,8 +126,11 @@ class PendingBatch:
             ValueError: the loss cannot use these features, or the shapes do not match.
         """
         if name not in self._uses_stored:
-            usable = " or ".join(self._uses_stored) or "no one"
-            raise ValueError(f"The loss cannot use stored features of {name!r}: it can use those of {usable}.")
+            usable = " or ".join(self._uses_stored) or "none"
+            raise ValueError(
+                f"The loss cannot use stored features of {name!r}: omit them, or pass features that it can use "
+                f"({usable})."
+            )
         if image.ndim != 2 or image.shape != text.shape or len(image) != self.rows:
             raise ValueError(
                 f"The features of the {name} have shapes {tuple(image.shape)} (images) and {tuple(text.shape)} "

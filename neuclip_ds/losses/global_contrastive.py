@@ -265,7 +265,7 @@ class GlobalContrastiveLoss(LossFunction):
         scale: Tensor,
         distillation: Distillation | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the (local, d) gradients of the total loss with respect to image and text features."""
+        """Return the (local, d) gradients of the total loss with respect to this rank's image and text features."""
         image = gradient.image
         text = gradient.text
         if estimate.feature_grad is not None:
@@ -282,7 +282,10 @@ class GlobalContrastiveLoss(LossFunction):
         return image, text
 
     def _infonce(self, log_g: Tensor, batch: GatheredFeatures) -> Tensor:
-        """Return the anchors' (2, local) losses in OpenCLIP at the same tau, which are comparable across methods."""
+        """Return OpenCLIP's (2, local) losses of this rank's anchors at the current tau, for comparison of methods.
+
+        Their mean is logged only if the pair loss is the identity.
+        """
         log_divisor = math.log(batch.total - self.pair_loss.divisor_offset)
         return torch.logaddexp(log_g + log_divisor, torch.zeros_like(log_g))
 

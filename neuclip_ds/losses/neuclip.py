@@ -126,8 +126,8 @@ def neuclip(config: ObjectiveConfig, context: LossContext) -> GlobalContrastiveL
         if config.temperature.minimum < _LOWEST_TAU:
             raise UserError(
                 f"objective.temperature.minimum={config.temperature.minimum:g} is below {_LOWEST_TAU}, the lowest "
-                "temperature at which float64 can represent the sums over NeuCLIP's prototypes: raise it, or set "
-                "npn.network=mlp."
+                "temperature at which float64 can represent the sums over NeuCLIP's prototypes: raise the minimum, or "
+                "set objective.npn.network=mlp."
             )
         estimator = NpnEstimator(config, context, rule.eps)
     return GlobalContrastiveLoss(
@@ -241,7 +241,7 @@ class NpnEstimator(NetworkEstimator):
     def _estimate(
         self, anchors: _Anchors, log_target: Tensor, batch: GatheredFeatures, tau: Tensor
     ) -> NormalizerOutput:
-        """Return the output of the current prototypes; `log_target` is the (2, B) log(eps + g_i)."""
+        """Return the estimate with the current prototypes; `log_target` is the (2, B) log(eps + g_i)."""
         prediction = self._predict(anchors)
         if self._config.kappa is not None:
             return self._pooled_output(prediction, log_target, batch, tau, self._config.kappa)

@@ -572,7 +572,7 @@ def _weights(
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function with torch.compile for tensors of any size; if that fails, call the function directly.
 
-    The function must leave its arguments unchanged. If it cannot be compiled, other functions still are.
+    The function must leave its arguments unchanged. If it cannot be compiled, others passed to this function still are.
     """
     return Compiler("the loss runs uncompiled and slower").compiled(function, dynamic=True)
 
@@ -587,8 +587,8 @@ class FactoredSimilarities:
 
     It is not used with a reference model, because it requires similarities in [-1, 1]. The first factor is the same for
     both anchors of a pair and in both passes, so a pair costs one exponential. To keep this factor representable, c
-    lowers the largest possible exponent, 1/tau, to `_limit`. If significant terms would still underflow, the pass is
-    left to `PairSimilarities`; the host reads the sums to decide this.
+    lowers the largest possible exponent, 1/tau, to `_limit`. If significant terms would still underflow, or an
+    anchor's factor is not representable, `PairSimilarities` takes over; the host reads values to decide this.
     """
 
     def __init__(self, grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> None:

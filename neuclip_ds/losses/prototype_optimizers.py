@@ -1,4 +1,4 @@
-"""Updates of NeuCLIP's prototypes along -dJ/dW; each class implements one of them (see neuclip.py for the symbols)."""
+"""Optimizers of NeuCLIP's prototypes, which minimize J; see neuclip.py for the symbols."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,12 +11,14 @@ from neuclip_ds.losses.neuclip_options import NpnConfig
 from neuclip_ds.losses.pairs import IMAGE, TEXT
 
 _ADAGRAD_EPS = 1e-10  # torch's default
-_DELTA = 1e-3  # fraction of the prototypes' mean mass; prototypes with far less mass hardly move
+# Added to 1/B sum_i p_ik (1 + |1 - r_i|) in the scaled update, in units of 1/m, which is about the mean of 1/B sum_i
+# p_ik over the prototypes; a prototype with a far smaller sum hardly moves.
+_DELTA = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What an optimizer may use in an update, in addition to the gradients."""
+    """Values that an optimizer may use in an update, in addition to the gradients."""
 
     share: Tensor
     """(2, B, local prototypes): softmax of z_ik over this rank's prototypes"""
@@ -35,7 +37,7 @@ class Update:
 
 
 class PrototypeOptimizer:
-    """Base class of the updates.
+    """Base class of the optimizers.
 
     Attributes:
         moments: state in the shape of the prototypes, (2, local prototypes, d), by name.
@@ -49,8 +51,9 @@ class PrototypeOptimizer:
 
         Args:
             prototypes: W1 and W2.
-            gradients: ranges of prototypes with their gradients dJ/dW_k, which may be overwritten.
-            update: other values.
+            gradients: slices that together contain each local prototype once, each with the (2, size of the slice, d)
+                gradients dJ/dW_k, which may be overwritten.
+            update: other values, which must not be changed.
         """
         raise NotImplementedError
 
@@ -63,7 +66,7 @@ class PrototypeOptimizer:
 
 
 class Scaled(PrototypeOptimizer):
-    """The scaled update: each step moves a prototype by at most lr tau on the unit sphere."""
+    """The scaled update: each step moves a prototype by at most `npn.lr` times tau on the unit sphere."""
 
     def __init__(self, config: NpnConfig) -> None:
         super().__init__()
@@ -83,7 +86,7 @@ class Scaled(PrototypeOptimizer):
 
 
 class AdaGrad(PrototypeOptimizer):
-    """AdaGrad with torch's formula; the accumulator sums squared gradients."""
+    """AdaGrad with torch's formula: the accumulator sums squared gradients, and weight decay is added to gradients."""
 
     def __init__(self, config: NpnConfig, prototypes: Tensor) -> None:
         super().__init__()

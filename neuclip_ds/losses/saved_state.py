@@ -22,7 +22,7 @@ def state_of(function: LossFunction) -> dict[str, Any]:
 
 
 def restore(function: LossFunction, state: Mapping[str, Any]) -> None:
-    """Copy a state that `state_of` returned into a loss function."""
+    """Copy a state that `state_of` returned, on this rank and with equal settings, into a loss function."""
     function.load_replicated_state({name: value.clone() for name, value in state["replicated"].items()})
     for name, table in function.row_tables().items():
         for key, tensor in table.tensors.items():
@@ -32,7 +32,7 @@ def restore(function: LossFunction, state: Mapping[str, Any]) -> None:
 def write(folder: Path, function: LossFunction, metadata: Mapping[str, Any], communicator: Communicator) -> None:
     """Write the state of all ranks to a folder; the index, which `open_folder` requires, is written last.
 
-    All ranks call this together. Raises `UserError` on all ranks if a rank cannot write its files.
+    All ranks must call this together. Raises `UserError` on all ranks if a rank cannot write its files.
     """
 
     def explains() -> AbstractContextManager[None]:
@@ -54,7 +54,7 @@ def write(folder: Path, function: LossFunction, metadata: Mapping[str, Any], com
     shards = table_shards(function.row_tables())
     if communicator.rank == 0:
         shards |= replicated_shards(_REPLICATED, function.replicated_state())
-    tensors, *index_files = shard_files(shards, metadata, communicator)  # the index files are those of rank 0
+    tensors, *index_files = shard_files(shards, metadata, communicator)  # only rank 0 has an index file
     communicator.on_every_rank(lambda: write_files([tensors]))
     communicator.on_every_rank(lambda: write_files(index_files))
 

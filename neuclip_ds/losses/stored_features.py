@@ -80,13 +80,13 @@ class StoredBatch:
         teachers: list[StoredRows] = []
         if isinstance(teacher, list) and not any(isinstance(rows, Tensor) for rows in teacher):
             teachers = teacher
-        elif teacher is not None:  # a pair, which the default collation of a DataLoader makes a list
+        elif teacher is not None:  # a pair, which a DataLoader's default collation turns into a list
             teachers = [cast(StoredRows, teacher)]
         return cls(reference=reference, teachers=teachers)
 
     @classmethod
     def concatenated(cls, batches: Sequence[StoredBatch]) -> StoredBatch:
-        """Return the rows of all micro-batches; raise `RuntimeError` if the features differ in form."""
+        """Return the rows of all micro-batches; raise `RuntimeError` if they differ in number, widths or dtypes."""
         forms = batches[0].forms()
         if any(batch.forms() != forms for batch in batches):
             raise RuntimeError(
@@ -116,7 +116,7 @@ class StoredBatch:
         return None
 
     def forms(self) -> list[StoredForm]:
-        """Return the form of the reference's features, of width 0 if there is no reference, and of each teacher's."""
+        """Return the forms of the features of the reference (of width 0 if there is none) and of each teacher."""
         reference_form = (0, torch.float32, torch.float32) if self.reference is None else _form(self.reference)
         return [reference_form, *map(_form, self.teachers)]
 

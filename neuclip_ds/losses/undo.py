@@ -13,13 +13,14 @@ class _Copy:
     """State from before a training call."""
 
     restore: Callable[[], None]
-    grad_scale: float | None  # the GradScaler's scale before the step; None without one
+    grad_scale: float | None  # the GradScaler's scale before the step; None without an enabled one
 
 
 class UndoGuard:
-    """Keeps a copy of a loss's state from before its last training call.
+    """Keeps a copy of a loss's state, except the per-sample statistics, from before its last training call.
 
-    Each training call calls `begin` before it changes the state, and `commit` once it is complete.
+    The per-sample statistics are reverted by their stores (`SampleStore.undo`). Each training call calls `begin` before
+    it changes the state, and `commit` once the call is complete.
 
     Args:
         always: whether to copy the state before every training call; if False, only calls with a scaler copy it.
@@ -42,7 +43,7 @@ class UndoGuard:
             self._begun = _Copy(function.restore_point(), grad_scale)
 
     def commit(self) -> None:
-        """Allow `undo` to revert the training call that has begun, because it is complete."""
+        """Mark the training call that has begun as complete, so that `undo` can revert it if `begin` made a copy."""
         self._committed = self._begun
         self._begun = None
 
@@ -72,7 +73,7 @@ class UndoGuard:
         if self._committed is None:
             raise RuntimeError(
                 "There is no training call to revert: build ContrastiveLoss with undo=True or a scaler, and call "
-                "undo() only once after each training call."
+                "undo() only once after each training call, before the next one begins."
             )
         self._committed.restore()
         self._committed = None

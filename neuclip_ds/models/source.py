@@ -97,7 +97,7 @@ class FromConfig(ModelSource):
         return LoadedModel(self.build(tokenizer, weights=True), INITIAL_LOGITS)
 
     def with_statistics(self, mean: Channels, std: Channels, squash: bool) -> FromConfig:
-        """Return a source that differs only in the preprocessing, with the fields of `Preprocessing`."""
+        """Return a source that differs only in its preprocessing; the arguments are as in `Preprocessing`."""
         path = "" if self._image is None else self._image.path
         image = ImageWeights(path=path, mean=mean, std=std, squash=squash)
         return FromConfig(self.config, image, self._text, self._tokenizer)
@@ -215,7 +215,7 @@ def resumed_source(source: ModelSource, preprocessing: Mapping[str, Any], checkp
         checkpoint: the checkpoint, for messages.
 
     Raises:
-        UserError: the source is another pretrained model, whose preprocessing differs.
+        UserError: the image size differs, or `model.pretrained` names a model whose preprocessing differs.
     """
     current = asdict(source.preprocessing)
     for name, saved_value in preprocessing.items():
@@ -317,8 +317,8 @@ def open_model_folder(
 class _EarlierRun(NamedTuple):
     """A run whose model was built from its config, and from whose weights another run started."""
 
-    architecture: ModelConfig  # its model config
-    tokenizer: Path  # folder of its tokenizer, which may be missing
+    architecture: ModelConfig  # the run's model config
+    tokenizer: Path  # folder of the run's tokenizer, which may be missing
 
 
 def _earlier_run(config: ModelConfig, folder: Path, architecture: ModelConfig | None) -> _EarlierRun | None:

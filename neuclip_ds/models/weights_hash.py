@@ -1,4 +1,4 @@
-"""Hash of a module's weights, to recognize the model of stored features, of scores, or from which a run started."""
+"""Hash of a module's weights, to recognize the model that computed features or scores, or from which a run started."""
 
 import hashlib
 

@@ -78,7 +78,7 @@ def print_dry_run(
 
 
 class _Problems:
-    """The errors of parts of the report; the other parts are still printed."""
+    """The errors in parts of the report; they are raised after the other parts have been printed."""
 
     def __init__(self) -> None:
         self._errors: list[UserError] = []
@@ -92,7 +92,7 @@ class _Problems:
             return None
 
     def raise_any(self) -> None:
-        """Raise the errors, if there are any, as one `UserError`."""
+        """Raise one `UserError` with the messages of all errors, if there are any."""
         if len(self._errors) == 1:
             raise self._errors[0]
         if self._errors:
@@ -101,7 +101,7 @@ class _Problems:
 
 @dataclass(frozen=True, kw_only=True)
 class _Parts:
-    """The parts of a run that the report describes; None or empty if they have a problem or the run has none."""
+    """The parts of a run that the report describes; None or empty if a part has a problem or the run lacks it."""
 
     model_lines: list[str] | None
     data: TrainingSet | None
@@ -177,7 +177,7 @@ def _report_lines(
 def _cost_lines(
     query: MemoryQuery, engine_config: EngineConfig, nodes: dict[str, int], parts: _Parts, gpu_memory: float | None
 ) -> Iterator[str]:
-    """Yield the traffic of a step, the duration of the run if a speed was measured, and the memory."""
+    """Yield the lines on the traffic of a step, on the run's duration if its speed was measured, and on the memory."""
     config = query.config
     world_size = query.world_size
     tables_of_loss = loss_tables(parts.tables)
@@ -198,7 +198,7 @@ def _cost_lines(
 
 
 def _check_best_metric(config: Config, held_out: HeldOut) -> None:
-    """Raise UserError if `run.best_metric` is set and is not a result of the run's evaluations."""
+    """Raise `UserError` if `run.best_metric` is set and is not a result of the run's evaluations."""
     check_evaluates(config, held_out)
     best_metric = config.run.best_metric
     if best_metric is not None:

@@ -204,14 +204,14 @@ def engine_memory(
     `optimizer.lean_zero1`.
 
     The main terms, in bytes per trained parameter on n > 1 ranks; a weight takes w bytes, an accumulated gradient g,
-    and the optimizer's state s:
+    and the optimizer's state s. "Update" is what is allocated from the last gradient to the end of the update:
 
         config            weights  gradients  state  update
-        float32, no ZeRO  w        g          s      4, of at most 500 million elements
+        float32, no ZeRO  w        g          s      4, for at most 500 million parameters
         bf16, no ZeRO     w        g          s      4
-        ZeRO 1, BF16      w        g + w      s/n    4, of at most 500 million elements
+        ZeRO 1, BF16      w        g + w      s/n    4, for at most 500 million parameters
         ... lean_zero1    w        g          s/n    0 with AdamW, else 4/n
-        other ZeRO 1      w        g          s/n    4/n or a bucket
+        other ZeRO 1      w        g          s/n    4/n or, if it is larger and does not overlap, a bucket
         ZeRO 2            w        g/n        s/n    4/n
         ZeRO 3            w/n      g/n        s/n    4/n
 
@@ -243,7 +243,7 @@ def engine_memory(
 
 
 def _stored_weights(rules: ZeroRules, parameters: Parameters, ranks: int) -> int:
-    """Return the bytes of the weights that a rank always stores: ZeRO 3 partitions all large ones that are trained."""
+    """Return the bytes of the weights that a rank always stores: ZeRO 3 partitions large weights that are trained."""
     stored = parameters.trained
     if rules.stage == 3 and ranks > 1:
         threshold = rules.zero.stage3_param_persistence_threshold
@@ -252,7 +252,7 @@ def _stored_weights(rules: ZeroRules, parameters: Parameters, ranks: int) -> int
 
 
 def _gathered_weights(rules: ZeroRules, parameters: Parameters, ranks: int) -> int:
-    """Return the bytes of the weights that ZeRO 3 gathers when modules run."""
+    """Return the bytes of the weights that ZeRO 3 gathers when modules run; 0 without ZeRO 3 or on one rank."""
     if rules.stage < 3 or ranks == 1:
         return 0
     return rules.weight * min(parameters.trained, rules.zero.stage3_max_live_parameters)
@@ -274,7 +274,7 @@ def _gradients(rules: ZeroRules, trained: int, ranks: int, frees_with_buckets: b
 
 
 def _bucket(rules: ZeroRules, trained: int) -> int:
-    """Return the bytes of a bucket of gradients."""
+    """Return the bytes of a bucket of gradients, or 0 if DeepSpeed uses no buckets of a configured size."""
     return rules.accumulated * min(trained, rules.bucket) if rules.bucketed else 0
 
 
@@ -307,7 +307,7 @@ def _optimizer_memory(rules: ZeroRules, parameters: Parameters, share: int, copi
 
 
 def _update(rules: ZeroRules, optimizer: str, trained: int, share: int, lean_zero1: bool) -> int:
-    """Return the bytes on the device from the last gradient to the end of the update."""
+    """Return the bytes of temporary tensors on the device from the last gradient to the end of the update."""
     if rules.offloads:
         return 0
     if lean_zero1:  # no copy of gradients, but LAMB, Lion and SGD store the update of each weight
@@ -366,7 +366,7 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
 def _moments(
     always: int, engine: EngineMemory, activations: Activations, similarities: int, has_one_pass: bool
 ) -> dict[str, int]:
-    """Return the bytes on the device in the three phases of a step.
+    """Return the bytes on the device in each of the three phases of a step, by name.
 
     `always` counts what is allocated in every phase, with all gradients; `has_one_pass` says whether a rank's batch is
     a single micro-batch.

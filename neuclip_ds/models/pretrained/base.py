@@ -114,7 +114,7 @@ class ModelSource(ABC):
     embed_dim: int
 
     def with_config(self, config: ModelConfig) -> "ModelSource":
-        """Return the source of the same model with other options, which do not change its sizes or its images."""
+        """Return the source of the same model with another config, which must not change sizes or preprocessing."""
         source = copy(self)
         source.config = config
         return source
