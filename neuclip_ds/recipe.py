@@ -441,9 +441,13 @@ def _find_recipe(name: str, including: Path | None) -> Path:
 
 def _explain(problem: Any) -> str:
     # pydantic also lists the alternative of a union that does not fit, such as `function-after[_usable(), str]`
-    parts = [str(part) for part in problem["loc"]]
-    name = ".".join(part for part in parts if "[" not in part)
-    if problem["type"] == "extra_forbidden":
+    *sections, last = [str(part) for part in problem["loc"]] or [""]
+    parts = [part for part in sections if "[" not in part]
+    is_unknown = problem["type"] == "extra_forbidden"  # `last` is then the user's word, which may contain anything
+    if is_unknown or "[" not in last:
+        parts.append(last)
+    name = ".".join(parts)
+    if is_unknown:
         return f"unknown key {name}{nearest(name, option_names(with_registered_losses(Config)))}"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":

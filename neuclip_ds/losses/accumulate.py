@@ -195,13 +195,17 @@ class TwoPass:
         """Store the (m, d) features of a micro-batch of m rows; the other arguments are as in the call of the loss.
 
         Pass `index`, `reference` and `teacher` with every micro-batch, or with none; otherwise, `loss` raises
-        `RuntimeError`.
+        `RuntimeError`. Raises `ValueError`, only on this rank, if `reference` or `teacher` does not consist of pairs of
+        floating-point (m, D) tensors.
         """
         self._require(self._first_pass is None and len(self._added) + 1 == self._begun)
         start = self._added[-1].rows.stop if self._added else 0
         count = len(image_features)
         valid = all_valid(count) if valid is None else valid
         stored = StoredBatch.of(reference, teacher)
+        problem = stored.problem_with_shape(count)
+        if problem is not None:
+            raise ValueError(problem)
         self._added.append(_Added(rows=slice(start, start + count), index=index, valid=valid.cpu(), stored=stored))
         self._passes.add(image_features, text_features)
 

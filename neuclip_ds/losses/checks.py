@@ -107,10 +107,24 @@ def problem_with_stored(name: str, pair: Any, rows: int, valid: Tensor | None) -
         rows: number of rows of the batch.
         valid: (rows,) bool in host memory, or None if all rows are valid.
     """
+    problem = problem_with_stored_shape(name, pair, rows)
+    if problem is not None:
+        return problem
+    image, text = pair
+    if problem_with_norms(image, text, valid, not_finite=False) is not None:
+        return f"{name} must have finite rows of norm 1: normalize them, or exclude rows with the argument valid."
+    return None
+
+
+def problem_with_stored_shape(name: str, pair: Any, rows: int) -> str | None:
+    """Return a message if stored features are not a pair of floating-point (rows, D) tensors, else None.
+
+    The arguments are those of `problem_with_stored`.
+    """
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         given = f"{len(pair)} elements" if isinstance(pair, tuple | list) else f"type {type(pair).__name__}"
         return f"{name} has {given}, but must be two floating-point tensors of the same shape ({rows}, D)."
-    image, text = pair
+    image, _ = pair
     for features in pair:
         if not isinstance(features, Tensor):
             return (
@@ -124,8 +138,6 @@ def problem_with_stored(name: str, pair: Any, rows: int, valid: Tensor | None) -
                 f"{name} contains a tensor of dtype {features.dtype} and shape {shape}, but must be two floating-point "
                 f"tensors of the same shape ({rows}, D)."
             )
-    if problem_with_norms(image, text, valid, not_finite=False) is not None:
-        return f"{name} must have finite rows of norm 1: normalize them, or exclude rows with the argument valid."
     return None
 
 

@@ -600,7 +600,6 @@ class ContrastiveLoss(nn.Module):
         Like `load`, it restores `lr` and scales the count of training calls. Raises `UserError` if the rank, the world
         size, or a setting that `load` compares differs.
         """
-        self._prepare_to_load(state, "The state_dict")
         ranks = self._communicator
         if (state["rank"], state["world_size"]) != (ranks.rank, ranks.world_size):
             raise UserError(
@@ -608,6 +607,7 @@ class ContrastiveLoss(nn.Module):
                 f"of {ranks.world_size}. Load on each rank the state_dict that it saved, or use save() and load(), "
                 "which allow a different world size."
             )
+        self._prepare_to_load(state, "The state_dict")
         saved_state.restore(self.function, state)
 
     @property

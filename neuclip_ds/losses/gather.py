@@ -126,7 +126,7 @@ class PendingBatch:
             ValueError: the loss cannot use these features, or the shapes do not match.
         """
         if name not in self._uses_stored:
-            usable = " or ".join(self._uses_stored) or "none"
+            usable = " or ".join(sorted(self._uses_stored)) or "none"
             raise ValueError(
                 f"The loss cannot use stored features of {name!r}: omit them, or pass features that it can use "
                 f"({usable})."

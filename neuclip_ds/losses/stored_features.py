@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from neuclip_ds.losses.checks import StoredForm, problem_with_stored
+from neuclip_ds.losses.checks import StoredForm, problem_with_stored, problem_with_stored_shape
 
 if TYPE_CHECKING:
     from neuclip_ds.losses.options import ObjectiveConfig
@@ -114,6 +114,11 @@ class StoredBatch:
             if problem is not None:
                 return problem
         return None
+
+    def problem_with_shape(self, rows: int) -> str | None:
+        """Like `problem`, but check only the number, shapes and dtypes of the tensors."""
+        problems = [problem_with_stored_shape(name, pair, rows) for name, pair in self]
+        return next((problem for problem in problems if problem is not None), None)
 
     def forms(self) -> list[StoredForm]:
         """Return the forms of the features of the reference (of width 0 if there is none) and of each teacher."""

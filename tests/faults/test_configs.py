@@ -154,6 +154,7 @@ def expanding_aliases(value: str) -> str:
     ("text", "words"),
     [
         ("data: {bach_size: 3}", "unknown key data.bach_size; did you mean data.batch_size?"),
+        ("data: {'train[0]': a}", "unknown key data.train[0]; did you mean data.train?"),
         ("data: [", "not valid YAML"),
         ("run: {name: Bücher}".encode("latin-1"), "not valid YAML"),
         ("- data", "must be a mapping"),

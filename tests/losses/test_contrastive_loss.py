@@ -424,6 +424,17 @@ def test_the_state_of_another_loss_is_refused(saved: ContrastiveLoss, message: s
         loss_of(name, **same).load_state_dict(loss_of(name).state_dict())
 
 
+def test_the_state_of_another_rank_is_refused_and_leaves_the_loss_as_it_was() -> None:
+    saved = loss_of("fastclip_v3")
+    saved(*features(0))
+    state = saved.state_dict()
+    state["_extra_state"]["rank"] = 1
+    loss_fn = loss_of("fastclip_v3")
+    with pytest.raises(UserError, match="from rank 1 of 1, but this is rank 0 of 1"):
+        loss_fn.load_state_dict(state)
+    assert state_of(loss_fn)["calls"] == 0
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_backward_pass_does_not_repeat_the_loss(use_reentrant: bool) -> None:
     loss = checkpoint(loss_of("openclip"), *features(0), use_reentrant=use_reentrant)

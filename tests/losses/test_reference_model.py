@@ -369,6 +369,20 @@ def test_ranks_check_widths_together_and_may_have_different_numbers_of_rows() ->
         assert relative_error(value, loss) < EXACT
 
 
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        ({"reference": (*pairs(10, DIM), torch.zeros(10, DIM))}, "reference has 3 elements"),
+        ({"reference": pairs(9, DIM)}, r"reference .* of the same shape \(10, D\)"),
+        ({"teacher": ["a", "b"]}, "teacher has type str"),
+    ],
+)
+def test_accumulate_refuses_stored_rows_that_are_not_pairs_of_matrices(stored: dict[str, Any], message: str) -> None:
+    loss_fn = build_loss("openclip")
+    with pytest.raises(ValueError, match=message), loss_fn.accumulate() as passes, passes.features():
+        passes.add(*pairs(10, DIM), torch.arange(10), **stored)
+
+
 def test_accumulate_passes_on_the_stored_rows_of_micro_batches() -> None:
     image, text = (x.requires_grad_() for x in pairs(ROWS, DIM))
     reference = pairs(ROWS, REFERENCE_DIM)
