@@ -437,9 +437,9 @@ class ModelConfig(Section):
     blocks of each tower. A larger N uses less memory and takes more time."""
     compile: Literal["auto", "blocks", "towers", False] = False
     """Whether to compile the towers with torch.compile, which needs a C++ compiler: each block (`blocks`; identical
-    blocks are compiled once), or whole towers (`towers`; the first steps then take minutes). `auto` means `blocks` on
-    GPUs of machines with a C++ compiler, unless the DeepSpeed config uses ZeRO 3, and `false` otherwise. The default
-    stays `false` until `blocks` has been measured on a GPU."""
+    blocks are compiled once), or whole towers (`towers` or `true`; the first steps then take minutes). `auto` means
+    `blocks` on GPUs of machines with a C++ compiler, unless the DeepSpeed config uses ZeRO 3, and `false` otherwise.
+    The default stays `false` until `blocks` has been measured on a GPU."""
     matmul_precision: Literal["tf32", "float32"] = "tf32"
     """Precision of matrix multiplications in float32 towers on a GPU: `tf32` has 11 significant bits, and open_clip
     uses it too. This option does not affect bf16 towers or the loss."""
@@ -453,10 +453,11 @@ class ModelConfig(Section):
 
     @field_validator("compile", mode="before")
     @classmethod
-    def _names_what_to_compile(cls, value: Any) -> Any:
-        if str(value).lower() == "true":
-            raise ValueError("true does not say what to compile; use auto, blocks or towers")
-        return False if str(value).lower() == "false" else value
+    def _accepts_bools(cls, value: Any) -> Any:
+        given = str(value).lower()
+        if given == "true":
+            return "towers"  # as in version 0.1, whose runs can be resumed
+        return False if given == "false" else value
 
     @model_validator(mode="after")
     def _weights_have_one_source(self) -> ModelConfig:

@@ -252,6 +252,12 @@ def first_run() -> str:
     return f"{first['s']} seconds ({first['CPU s']} of CPU time)"
 
 
+def cpu_time_of_longer_run() -> str:
+    """Return the CPU time of the longer run of the quick start, as a phrase."""
+    row = read_data("tutorials").row(page="quick_start", step="train longer")
+    return f"{_rounded_time(float(row['CPU s']))} of CPU time"
+
+
 def speed_on_h100() -> str:
     """Return our speed for ViT-B/16 on one H100 and its ratio to open_clip's, as a phrase."""
     file = read_data("whole_step_h100")
@@ -283,6 +289,12 @@ def time_of_fast_tests() -> str:
     return _rounded_time(seconds)
 
 
+def time_of_make_test() -> str:
+    """Return how long the fast tests take on two cores, as a phrase."""
+    seconds = sum(float(row["CPU s"]) for row in read_data("test_times").rows)
+    return f"{_rounded_time(seconds / 2)} ({_rounded_time(seconds)} of CPU time on 2 idle cores)"
+
+
 def _measured(file: DataFile) -> str:
     has_newer_code = file.origin.name in names_with_older_code()
     return f"measured {file.origin.date}" + (" with earlier code" if has_newer_code else "")
@@ -292,6 +304,8 @@ TUTORIALS = ("quick_start", "stored_features", "fine_tuning", "your_own_data", "
 VALUES: Mapping[str, Callable[[], str]] = {
     **{f"time_of_{page}": time_of(page) for page in ("stored_features", "fine_tuning")},
     "time_of_first_run": first_run,
+    "cpu_time_of_longer_run": cpu_time_of_longer_run,
+    "time_of_make_test": time_of_make_test,
     "time_of_near_duplicates": time_of_near_duplicates,
     "time_of_fast_tests": time_of_fast_tests,
     "speed_on_h100": speed_on_h100,

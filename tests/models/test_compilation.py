@@ -146,7 +146,8 @@ def test_auto_means_blocks_on_gpus_with_a_compiler_and_without_zero_3(monkeypatc
     assert resolve_compilation("auto", "cuda", 1) == "false"
 
 
-def test_true_is_refused_with_a_hint() -> None:
-    with pytest.raises(ValueError, match="use auto, blocks or towers"):
-        ModelConfig.model_validate({"compile": "true"})
-    assert ModelConfig.model_validate({"compile": "false"}).compile is False
+def test_bools_have_the_meaning_that_they_had_in_version_0_1() -> None:
+    for true in (True, "true"):
+        assert ModelConfig.model_validate({"compile": true}).compile == "towers"
+    for false in (False, "false"):
+        assert ModelConfig.model_validate({"compile": false}).compile is False

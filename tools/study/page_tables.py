@@ -115,7 +115,7 @@ def all_results() -> Sequence[Result]:
                 hardware=source["hardware"],
                 date=source["date"],
                 commit=source["commit"],
-                code=SOURCES["code"],
+                code=default.get("code", SOURCES["code"]),
             )
             results.append(
                 Result(
@@ -602,6 +602,11 @@ def gains_on_heads(*arms: str) -> str:
     return f"{range_of_gains(gains).replace('+', '')} points"
 
 
+def lowest_recall_on_heads() -> str:
+    """Return the lowest recall of a final run with linear heads."""
+    return f"{min(result.recall for result in of_stages('finals')):.1f}"
+
+
 def _range(values: Sequence[float]) -> str:
     """Return the range of numbers with one decimal, or a dash if there are none."""
     if not values:
@@ -639,5 +644,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
 }
 VALUES: Mapping[str, Callable[[], str]] = {
     "gain_of_queue_on_heads": lambda: gains_on_heads(QUEUE),
+    "lowest_recall_on_heads": lowest_recall_on_heads,
     "gain_of_moving_averages_on_heads": lambda: gains_on_heads("sogclr", "fastclip_v1", "fastclip_v3"),
 }
