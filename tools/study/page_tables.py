@@ -27,6 +27,7 @@ LARGE_BATCH = 32  # factor of the batch size in the stage `gate`
 QUEUE = "neuclip_queue, tau 0.05"
 _NPN = "neuclip, constant tau"
 _POOLED_NPN = "neuclip pooled, constant tau"
+_LEARNED_POOLED_NPN = "neuclip pooled, learned tau"
 # arms whose names do not describe their variants
 _LABELS = {
     "neuclip_queue": "`neuclip_queue`, learned tau",
@@ -293,7 +294,7 @@ def settings() -> str:
     stages = [stage for stage in PLAN["stages"] if stage.startswith("map_") or stage == "scenes"]
     columns: dict[str, None] = {}
     for arm in arms_of(*stages):
-        if arm not in (_NPN, _POOLED_NPN):
+        if arm not in (_NPN, _POOLED_NPN, _LEARNED_POOLED_NPN):
             columns[_SAME_COLUMN.get(arm, arm)] = None
     others = [arm for arm in columns if arm != PEER]
     rows: list[list[str]] = []
@@ -315,13 +316,14 @@ def settings() -> str:
 
 
 def neuclip_settings() -> str:
-    """Differences of NeuCLIP with a constant temperature, alone and pooled, from other arms in other settings."""
+    """Differences of NeuCLIP's variants, alone and pooled, from other arms and each other in other settings."""
     compared = [
         (_NPN, PEER),
         (_NPN, "fastclip_v3"),
         (_POOLED_NPN, PEER),
         (_POOLED_NPN, "fastclip_v3"),
         (_POOLED_NPN, QUEUE),
+        (_LEARNED_POOLED_NPN, _POOLED_NPN),
     ]
     rows: list[list[str]] = []
     used: dict[tuple[str, str, str, int], Result] = {}
