@@ -151,9 +151,8 @@ def _average_table(tasks: TaskList, metrics: Mapping[str, Metrics]) -> list[str]
         score = percent(average.value)
         if average.missing:
             scored = average.tasks - len(average.missing)
-            score = (
-                f"none: only {scored} of {average.tasks} tasks have scores; their mean is {percent(average.partial)}"
-            )
+            partial = percent(average.partial)
+            score = f"none: scores exist for only {scored} of {average.tasks} tasks; their mean is {partial}"
         lines.append(f"| {name} | {tasks.averages[name]} | {score} |")
     lines.append("")
     for name, average in shown.items():

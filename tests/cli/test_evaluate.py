@@ -82,7 +82,7 @@ def test_only_tasks_without_a_score_are_scored(tmp_path: Path) -> None:
     assert "Flickr: data/wds_flickr30k contains 23 samples, but the published set contains 1000" in run.stderr
     assert "not found in data, pets, pairs.tsv: Caltech-101, CIFAR-100" in run.stderr
     assert (
-        "| retrieval | Flickr and MSCOCO (NeuCLIP, AmorLIP, TuneCLIP) | none: only 1 of 2 tasks have scores; their mean"
+        "| retrieval | Flickr and MSCOCO (NeuCLIP, AmorLIP, TuneCLIP) | none: scores exist for only 1 of 2 tasks"
         in run.stdout
     )
     assert "Missing from retrieval: MSCOCO." in run.stdout

@@ -104,5 +104,5 @@ def test_a_missing_task_is_named_and_leaves_no_average() -> None:
     assert means["vtab"].value is not None
     text = summary_text(TASKS, incomplete)
     assert "Missing from datacomp: ObjectNet, MSCOCO." in text
-    assert "none: only 36 of 38 tasks have scores; their mean is" in text
+    assert "none: scores exist for only 36 of 38 tasks; their mean is" in text
     assert "average" not in summary_text(TASKS, {}), "averages without a scored task are omitted"
