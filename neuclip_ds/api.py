@@ -221,7 +221,7 @@ class Model:
                 A batch may also be one array of shape (n, H, W, 3) or one tensor of shape (n, 3, H, W).
 
         Raises:
-            ValueError: there is no image, or an array or a tensor is not uint8 or has the wrong shape.
+            ValueError: `images` is empty, or an array or a tensor is not uint8 or has the wrong shape.
             DecodeError: a file or the given bytes do not contain a usable image. The class is in
                 `neuclip_ds.data.decoders`.
             OSError: a file does not exist or cannot be read.

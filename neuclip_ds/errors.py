@@ -29,7 +29,7 @@ def redact(text: str) -> str:
 class UserError(Exception):
     """A problem that you can fix, such as an invalid option or a full disk; the message names the problem and the fix.
 
-    A command exits with code 2 on all ranks.
+    A command that raises this error prints the message and exits with code 2, on all ranks.
 
     Example:
         import neuclip_ds

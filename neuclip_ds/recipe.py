@@ -312,9 +312,10 @@ def _import_plugins(tree: Mapping[str, Any]) -> None:
 
 
 def _with_other_methods(tree: dict[str, Any]) -> dict[str, Any]:
-    """Merge the sections of `other_methods` that the chosen method uses into `objective`, and drop the others.
+    """Move the sections of `other_methods` that the chosen method uses into `objective`, and drop the others.
 
-    All sections of `other_methods` are validated; an unknown or invalid one raises `UserError`.
+    Options that `objective` itself sets take precedence. All sections of `other_methods` are validated; an unknown or
+    invalid one raises `UserError`.
     """
     objective = tree.get("objective")
     if not isinstance(objective, dict) or _OTHER_METHODS not in objective:

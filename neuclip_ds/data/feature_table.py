@@ -355,7 +355,7 @@ class FeatureTable:
             raise UserError(
                 f"The features in {self.folder} were computed for other data or for the shards in a different order "
                 f"({counted(shards, 'shard')}; this dataset has {counted(self._manifest.n_shards, 'shard')}): run "
-                "neuclip-ds embed on this dataset."
+                "neuclip-ds embed on this dataset with a new --out, and use that folder instead."
             )
         if not has_same_layout(self.embedding.get(LAYOUT), self._manifest.layout_of_first(shards)):
             raise UserError(

@@ -170,7 +170,8 @@ def _iter_texts(
             if shard not in unreadable:
                 path = manifest.shards[shard].path
                 log.warning(
-                    "captions in shard %s cannot be read (%s) and are omitted from the sample; check the storage",
+                    "some captions in shard %s cannot be read (%s), so they are not used to train the tokenizer or to "
+                    "check data.captions; check the storage",
                     path,
                     error,
                 )

@@ -312,7 +312,7 @@ def _imagenet_prompts(path: Path, wordnet_ids: Sequence[str]) -> tuple[tuple[str
 
     Raises UserError if open_clip is not installed, or a class is not one of ImageNet-1k's.
     """
-    fix = f"write the class names to {path / _CLASS_NAMES}, one for each folder, in the order of the folders"
+    fix = f"write the class names to {path / _CLASS_NAMES}, one per line, in the sorted order of the folders' names"
     try:
         from open_clip.zero_shot_metadata import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
     except ImportError as error:

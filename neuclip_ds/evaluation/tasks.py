@@ -201,7 +201,8 @@ def _sets_in(path: Path) -> list[Path]:
 
 def _not_found(problem: str) -> UserError:
     return UserError(
-        f"{problem}; docs/how-to/evaluate.md explains where to get DataComp's sets. Forms of sets: {FORMS}."
+        f"{problem}; check the path. What a set looks like: {FORMS}. docs/how-to/evaluate.md explains where to get "
+        "DataComp's sets."
     )
 
 

@@ -101,8 +101,8 @@ class ContrastiveLoss(nn.Module):
         validates: whether calls check their arguments.
         function: the method's loss as a function of the gathered features, with its state.
         metric_tensors: 0-dim metrics of the last call, by name, on the features' device.
-        feature_gradient_norm: 0-dim norm of the last call's gradient with respect to the features of all ranks; None
-            before the first call.
+        feature_gradient_norm: norm of the gradient of the last call's loss with respect to the features of all ranks, a
+            0-dim tensor; None before the first call.
     """
 
     def __init__(

@@ -46,8 +46,8 @@ def read_speed(run: Path, config: Config) -> MeasuredSpeed:
     ):
         if of_run != planned:
             raise UserError(
-                f"The run in --measured={run} and this run have different {name}: measure a short run with the options "
-                "of this run."
+                f"The run in --measured={run} and this run have different {name}: train a short run with the options "
+                "of this run, and pass its folder to --measured."
             )
     steps, speeds = series.get("samples_per_second", ([], []))
     finite_speeds = [speed for speed in speeds if math.isfinite(speed)]  # NaN in the first step of a launch

@@ -1,9 +1,9 @@
 """Estimate the memory of a run on one rank, by component, before anything is allocated.
 
 The peak is the maximum over three phases of a step: the towers' forward and backward passes, the objective on the whole
-batch, and the optimizer step. All gradients are counted in each phase, except those that a backward pass creates one by
-one and that are freed before the next pass, which are counted while they exist. The estimate excludes memory outside
-torch's allocator (CUDA's context, NCCL, libraries); host_memory.py estimates the loaders' host memory.
+batch, and the optimizer step. In general, all gradients are counted in each phase. If a backward pass creates them one
+by one, and frees them before the next pass, they are counted only while they exist. The estimate excludes memory
+outside torch's allocator (CUDA's context, NCCL, libraries); host_memory.py estimates the loaders' host memory.
 """
 
 from collections.abc import Mapping

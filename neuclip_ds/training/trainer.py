@@ -358,8 +358,9 @@ def start_encoders(
 ) -> tuple[Engine, LogitParameters, int]:
     """Build or load the encoders, write a description of them to `staged`, and start DeepSpeed's engine.
 
-    If the run resumes from the checkpoint `resumed`, the description keeps the checkpoint's temperature, bias and hash
-    of the weights that the run started from, because that model may have been replaced since. Returns the engine, the
+    If the run resumes from the checkpoint `resumed`, the description repeats what the checkpoint recorded about the
+    run's start: the temperature, the bias and the hash of the weights. The model that `model.pretrained` names may have
+    been replaced since. Returns the engine, the
     encoders' initial temperature and bias, and the number of parameters. Raises `UserError` if the model cannot be
     loaded or does not support an option, if `staged` cannot be written, or if stored outputs of frozen trunks do not
     fit the model.
