@@ -289,12 +289,6 @@ def time_of_fast_tests() -> str:
     return _rounded_time(seconds)
 
 
-def time_of_make_test() -> str:
-    """Return how long the fast tests take on two cores, as a phrase."""
-    seconds = sum(float(row["CPU s"]) for row in read_data("test_times").rows)
-    return f"{_rounded_time(seconds / 2)} ({_rounded_time(seconds)} of CPU time on 2 idle cores)"
-
-
 def _measured(file: DataFile) -> str:
     has_newer_code = file.origin.name in names_with_older_code()
     return f"measured {file.origin.date}" + (" with earlier code" if has_newer_code else "")
@@ -305,7 +299,6 @@ VALUES: Mapping[str, Callable[[], str]] = {
     **{f"time_of_{page}": time_of(page) for page in ("stored_features", "fine_tuning")},
     "time_of_first_run": first_run,
     "cpu_time_of_longer_run": cpu_time_of_longer_run,
-    "time_of_make_test": time_of_make_test,
     "time_of_near_duplicates": time_of_near_duplicates,
     "time_of_fast_tests": time_of_fast_tests,
     "speed_on_h100": speed_on_h100,
