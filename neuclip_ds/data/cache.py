@@ -283,7 +283,7 @@ class ShardCache:
         Returns a folder for the partial file, or None if other shards that are being fetched have reserved the space.
         """
         fetching = self._folder / "fetching"
-        reserved: dict[str, int] = {}  # bytes by the name of the shard
+        reserved: set[tuple[str, int]] = set()  # names and sizes of shards that are being fetched
         with FileLock(self._folder / "lock"):
             # partial shards first, so that one that is completed in the meantime is not missed
             for other in list(fetching.iterdir()):
@@ -291,15 +291,15 @@ class ShardCache:
                     continue  # not written by a cache
                 owner, _, reserved_bytes = other.name.partition("-")
                 if owner in self._begun:
-                    reserved[owner] = int(reserved_bytes)
+                    reserved.add((owner, int(reserved_bytes)))
                     continue
                 lock = FileLock(self._folder / "locks" / owner, blocking=False)
                 try:
                     with nullcontext() if owner == name else lock:
                         shutil.rmtree(other, ignore_errors=True)  # the process that fetched this shard has ended
                 except Timeout:
-                    reserved[owner] = int(reserved_bytes)
-            free = self.capacity_bytes - sum(reserved.values())
+                    reserved.add((owner, int(reserved_bytes)))
+            free = self.capacity_bytes - sum(taken for _, taken in reserved)
             if size > free:
                 return None
             remove_oldest(self._folder / "shards", free - size, counted=reserved)

@@ -17,7 +17,7 @@ import secrets
 import stat
 import struct
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -96,17 +96,16 @@ class NodeTables:
             temporary.unlink(missing_ok=True)
 
 
-def remove_oldest(folder: Path, most_bytes: int, counted: Mapping[str, int] | None = None) -> None:
+def remove_oldest(folder: Path, most_bytes: int, counted: Collection[tuple[str, int]] = ()) -> None:
     """Remove the least recently used shards or tables of a folder until the others take at most `most_bytes`.
 
-    `counted` contains the sizes of shards that the caller has counted already, by their names (`name_of`); a shard with
-    such a name and size is neither counted nor removed. Nor are other files in the folder, which may be the user's.
+    `counted` contains the names (`name_of`) and sizes of shards that the caller has counted already; these shards are
+    neither counted nor removed. Nor are other files in the folder, which may be the user's.
     """
-    counted = counted or {}
     cached = []
     for path, status in files_in(folder):
         name, _, _ = path.name.partition("-")
-        if _CACHED.match(path.name) and counted.get(name) != status.st_size:
+        if _CACHED.match(path.name) and (name, status.st_size) not in counted:
             cached.append((status.st_mtime_ns, status.st_size, path))
     oldest_first = sorted(cached)
     excess = sum(size for _, size, _ in oldest_first) - most_bytes

@@ -102,7 +102,7 @@ class Parts:
         self._identity = {"format": FORMAT, **identity}
         self._job = job_hash(self._identity)
         self._views = max(1, int(identity["crops"]))
-        self._layout: str | None = None  # of the samples from which the parts were made; None if it is not known
+        self._layout: str | None = None  # hash of the layout of the encoded samples; None if it is not known
 
     def finish(self, manifest: Manifest) -> None:
         """Record the parts' sizes in bytes, which readers need if a server with a copy of the folder cannot list it."""

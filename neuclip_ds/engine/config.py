@@ -8,7 +8,7 @@ If the JSON file also sets batch sizes or clipping, the value must equal the rec
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -17,10 +17,10 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.section import read_options
 
 FOLDER = Path(__file__).parents[1] / "ds_configs"
-_FLOAT32 = ("fp32", "float32", "float", "torch.float32")  # DeepSpeed's names of the dtype
+_Float32 = Literal["fp32", "float32", "float", "torch.float32"]  # DeepSpeed's names of the dtype
+_Dtype = Literal[_Float32, "bf16", "bfloat16", "torch.bfloat16", "fp16", "half"]
 _MAX_SUMMED_IN_BF16 = 4  # maximum number of micro-batches whose gradients may be summed in bf16
 DEEPSPEED = "0.19.8"  # version whose private fields and gradients are tested; the same as in requirements.txt
-_Dtype = Literal["fp32", "float32", "float", "torch.float32", "bf16", "bfloat16", "torch.bfloat16", "fp16", "half"]
 _Size = Annotated[int, Field(strict=False)]  # number of elements; like DeepSpeed, accepts 5e8
 
 
@@ -129,7 +129,7 @@ class EngineConfig:
 
 def is_float32(dtype: str | None) -> bool:
     """Return whether an option names float32, by any of DeepSpeed's names; false for None."""
-    return dtype is not None and dtype.lower() in _FLOAT32
+    return dtype is not None and dtype.lower() in get_args(_Float32)
 
 
 def load_engine_config(config: Config, world_size: int) -> EngineConfig:

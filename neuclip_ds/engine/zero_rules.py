@@ -14,7 +14,7 @@ _FIXED_BUCKET = 500_000_000  # elements that wrappers without a configured bucke
 class ZeroRules:
     """DeepSpeed's behavior under a config."""
 
-    stage: int  # of ZeRO
+    stage: int  # the ZeRO stage, or 0 without ZeRO
     wrapper: Wrapper
     offloads: bool  # whether the optimizer state and masters are in host memory
     weight: int  # bytes per element of the weights

@@ -89,7 +89,7 @@ class PendingBatch:
         self._uses_stored = uses_stored
         self._local_index = torch.where(valid, index, -1)
         self._index = Pending(self._local_index)  # this rank's indices or, if features are sent, those of all ranks
-        self._valid_counts: Pending | None = None  # of each rank; exchanged only if features are not sent
+        self._valid_counts: Pending | None = None  # one count per rank; exchanged only if features are not sent
         self._images: list[Pending] = []
         self._texts: list[Pending] = []
         self._image_rows = 0  # of this rank, added so far

@@ -117,8 +117,11 @@ class StoredBatch:
 
     def problem_with_shape(self, rows: int) -> str | None:
         """Like `problem`, but check only the number, shapes and dtypes of the tensors."""
-        problems = [problem_with_stored_shape(name, pair, rows) for name, pair in self]
-        return next((problem for problem in problems if problem is not None), None)
+        for name, pair in self:
+            problem = problem_with_stored_shape(name, pair, rows)
+            if problem is not None:
+                return problem
+        return None
 
     def forms(self) -> list[StoredForm]:
         """Return the forms of the features of the reference (of width 0 if there is none) and of each teacher."""

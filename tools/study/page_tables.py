@@ -500,15 +500,16 @@ def trained_towers() -> str:
             results += seeds.values()
 
     # runs with another learning rate than the one that was best on scenes
+    photographs = "photographs, 2 epochs"
     columns_of_stages = {
         "scenes_half_rate": "scenes, 6 epochs",
-        "photographs_half_rate": "photographs, 2 epochs",
-        "photographs_rate": "photographs, 2 epochs",
+        "photographs_half_rate": photographs,
+        "photographs_rate": photographs,
     }
     for stage, column in columns_of_stages.items():
         for arm, seeds in _by_arm(stage).items():
             by_column = dict.fromkeys(columns, "-") | {column: gain(seeds, columns[column][PEER])}
-            has_peer = arm != PEER and stage != "scenes_half_rate"
+            has_peer = arm != PEER and column == photographs
             at_its_rate = gain(seeds, _peer_at_the_rate_of(seeds)) if has_peer else "-"
             rows.append([label(arm), f"{_rate_of(seeds):g}", "-", *by_column.values(), at_its_rate])
             results += seeds.values()
